@@ -133,7 +133,7 @@ struct Asked {
   Stack cpu, meta;
   std::vector<emu_access> accesses;
   std::vector<std::pair<at::Tensor, at::Tensor>> aliases; // of the CPU's, of the device's
-  c10::Device target{at::kCUDA, 0};
+  c10::Device target{at::kCUDA, c10::cuda::current_device()};
   bool in_place = false, resizes = false;
 };
 

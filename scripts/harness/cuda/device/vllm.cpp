@@ -65,6 +65,16 @@ void reshape_and_cache_flash(const Tensor &key, const Tensor &value, Tensor key_
       }
 }
 
+// The rows of the ids that this rank has, and zeros.
+void vocab_parallel_embedding(Tensor result, const Tensor &ids, const Tensor &weight, int64_t first, int64_t end,
+                              int64_t padding, int64_t first_added, int64_t end_added) {
+  auto own = ids.ge(first).logical_and(ids.lt(end)), added = ids.ge(first_added).logical_and(ids.lt(end_added));
+  auto offset = own * first + added * (first_added - (end - first) - padding);
+  auto mine = own.logical_or(added);
+  auto rows = weight.index_select(0, ((ids - offset) * mine).to(at::kLong));
+  result.copy_(rows.masked_fill(mine.logical_not().unsqueeze(-1), 0));
+}
+
 // What FlashAttention computes of keys and values in pages of a block table.
 void attend(Tensor result, const Tensor &query, const Tensor &key, const Tensor &value, const Tensor &starts,
             const Tensor &lengths, const Tensor &table, double scale, bool causal, int64_t left, double softcap) {
@@ -141,7 +151,8 @@ void install_vllm() {
     auto op = all.findSchema(c10::OperatorName(name, ""));
     return op && done.insert(name).second;
   };
-  for (auto name : {"_C::rms_norm", "_C::fused_add_rms_norm", "_C::silu_and_mul", "_C::rotary_embedding"})
+  for (auto name : {"_C::rms_norm", "_C::fused_add_rms_norm", "_C::silu_and_mul", "_C::rotary_embedding",
+                    "_C::vocab_parallel_embedding"})
     if (is_new(name))
       queue_operator(name);
   if (is_new("_C_cache_ops::reshape_and_cache_flash"))
@@ -170,6 +181,7 @@ TORCH_LIBRARY_IMPL(_C, CPU, library) {
   library.impl("fused_add_rms_norm", BOXED(emu::fused_add_rms_norm));
   library.impl("silu_and_mul", BOXED(emu::silu_and_mul));
   library.impl("rotary_embedding", BOXED(emu::rotary_embedding));
+  library.impl("vocab_parallel_embedding", BOXED(emu::vocab_parallel_embedding));
 }
 TORCH_LIBRARY_IMPL(_C_cache_ops, CPU, library) {
   library.impl("reshape_and_cache_flash", BOXED(emu::reshape_and_cache_flash));
