@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 from harness.engines.refused import REFUSES
-from kvpatch import admitted
 
 OFFLOAD = {"kv_connector": "OffloadingConnector"}
 
@@ -50,14 +49,15 @@ def test_the_example_tier(start_server):
 
 
 def test_prefix_caching_off(start_server):
-    """With SimpleCPUOffloadConnector, with which no cell is to run."""
+    """With SimpleCPUOffloadConnector, which vLLM switches off then."""
     refused = start_server(
         *("--kv-offloading-size", "1", "--no-enable-prefix-caching"),
         VLLM_USE_SIMPLE_KV_OFFLOAD="1",
     )
     assert refused.sentence == (
-        f"{REFUSES}the prefix cache is disabled while a KV connector is configured, because "
-        f"{admitted.why('no prefix cache')}; remove --no-enable-prefix-caching, or set KVPATCH=0."
+        f"{REFUSES}SimpleCPUOffloadConnector is configured with the prefix cache disabled, because "
+        "vLLM switches it off then: it stores nothing, and says so in a warning only; remove "
+        "--no-enable-prefix-caching, or use OffloadingConnector, or set KVPATCH=0."
     )
 
 
