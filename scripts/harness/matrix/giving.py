@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Mapping
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.engines import plugins
-from harness.engines.runs import BLOCK, Device, Run, block_tokens, prompts
+from harness.engines.runs import BLOCK, Device, Run, block_tokens, engine_arguments, prompts
 from harness.engines.serving import eventually
 from harness.evidence import of_run
 from harness.kills import Served
@@ -40,11 +41,10 @@ def run(wanted: Run, folder: Path, executed: Path, asked: list[dict[str, Any]]) 
         environment=(*wanted.environment, *more.items()),
     )
     recorded = of_run.recording(executed, Device(folder).environ(here))
-    wanted_plugins = [plugins.lift_what_did_not_run.__name__]
+    recorded[plugins.KERNELS] = json.dumps(engine_arguments(here), default=str)
+    wanted_plugins = [plugins.lift_what_did_not_run.__name__, plugins.bring_kernels.__name__]
     if wanted.asynchronous:
         wanted_plugins.append(plugins.schedule_asynchronously.__name__)
-    if wanted.has("enable_expert_parallel", True):
-        wanted_plugins.append(plugins.keep_to_own_experts.__name__)
     place = plugins.install(folder / f"plugins{time.monotonic_ns()}", *wanted_plugins)
     recorded["PYTHONPATH"] = os.pathsep.join((place, recorded["PYTHONPATH"]))
     device = Device(folder / "device", environment=recorded)
