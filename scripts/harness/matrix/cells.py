@@ -310,7 +310,7 @@ class Engines:
         executed = self.work / name / EXECUTED
         if "idle" in settings_of(cell):
             ours = replace(ours, asynchronous=ours.asynchronous and ours.workers == 1)
-            asked = giving.asked_of()
+            asked = giving.asked_of(cached_of(ours))
             found = giving.run(ours, self.work / name, executed, asked)
             caches = "no prefix cache" not in settings_of(cell)
             record = giving.judge(found, reference, caches)

@@ -114,6 +114,6 @@ def judge(found: Mapping[str, Any], plain: Mapping[str, Any], caches: bool) -> d
     return {"right": right, **record}
 
 
-def asked_of() -> list[dict[str, Any]]:
+def asked_of(length: int) -> list[dict[str, Any]]:
     """Return the prompts, which plain vLLM was asked too."""
-    return prompts(12, max_tokens=7)[:COUNT]
+    return prompts(12, length=length, max_tokens=7)[:COUNT]
