@@ -104,7 +104,7 @@ class Drive:
         load: Load,
         block: int,
         say: Say,
-        arms: Arms = Arms(),  # noqa: B008 - nothing changes it
+        arms: Arms,
     ) -> None:
         self._arms = arms
         self._api, self._child, self._readings = api, child, readings
