@@ -21,17 +21,16 @@ class Unmapped(NamedTuple):
     Attributes:
         blocks: of those pages.
         read_at: when the device's free memory was read of which they are, as kvcached has it.
+        until: when kvcached would read it anew.
     """
 
     blocks: int
     read_at: float
+    until: float
 
 
 def remembered(available_size: Callable[[Any], int]) -> Callable[[Any], int]:
     """Return what replaces ``KVCacheManager.available_size()``."""
-    from kvcached import kv_cache_manager
-
-    seconds = kv_cache_manager._AVAIL_PHYSICAL_PAGES_TTL_S
 
     def remembering(self: Any) -> int:
         known = state.find(self, Unmapped)
@@ -40,15 +39,19 @@ def remembered(available_size: Callable[[Any], int]) -> Callable[[Any], int]:
             and not self.in_shrink  # no page is mapped then
             and self._avail_physical_pages_cache is not None
             and self._avail_physical_pages_ts == known.read_at
-            and time.monotonic() - known.read_at < seconds
+            and time.monotonic() < known.until
         ):
             # Allocated and freed by the thread that asks.
             return int(self.num_avail_blocks + len(self.reserved_blocks) + known.blocks)
+        from kvcached.kv_cache_manager import _AVAIL_PHYSICAL_PAGES_TTL_S
+
         with self._lock:
             size = int(available_size(self))
             there = self.num_avail_blocks + len(self.reserved_blocks)
             if not self.in_shrink:
-                state.attach(self, Unmapped(size - there, self._avail_physical_pages_ts))
+                read_at = self._avail_physical_pages_ts
+                until = read_at + _AVAIL_PHYSICAL_PAGES_TTL_S
+                state.attach(self, Unmapped(size - there, read_at, until))
             return size
 
     return remembering
