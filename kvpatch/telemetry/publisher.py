@@ -139,6 +139,11 @@ class Publisher:
                 thread.start()
                 self._thread = thread
 
+    def refresh(self) -> None:
+        """Publish the current state, on any thread; an error is logged."""
+        with self._lock:
+            self._try_to_write()
+
     def lose(self) -> None:
         """Say that an engine of this process has died by itself, for as long as a killed one is
         told of: without this page it would look as if its server had ended in order.
@@ -197,6 +202,12 @@ def engine(core: Any, describe: DescribeEngine) -> None:
             _publisher.follow(core, describe)
         except Exception as error:
             _cannot_show(error)
+
+
+def refresh() -> None:
+    """Publish what this process is now: who was told that a verb has ended reads the same."""
+    if _publisher is not None and _publisher.pid == os.getpid():
+        _publisher.refresh()
 
 
 def engine_died() -> None:

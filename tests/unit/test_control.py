@@ -31,7 +31,7 @@ from kvpatch.patches.suspend import server
 from kvpatch.patches.suspend.server import Question, Server, follow
 from kvpatch.patches.suspend.suspension import Suspension
 from kvpatch.process import start_ticks
-from kvpatch.telemetry import reader
+from kvpatch.telemetry import publisher, reader
 from kvpatch.telemetry.counters import Totals
 from kvpatch.upstream import kvcached_api
 
@@ -124,6 +124,15 @@ def test_an_idle_engine_is_suspended_and_resumed(engine):
     assert found.resume().phase == "runs"
     assert found.resume().limit == 8 * PAGE
     assert engine.threads == {engine._thread.ident}, "another thread touched the scheduler"
+
+
+def test_the_status_page_is_written_before_a_verb_is_answered(engine, monkeypatch):
+    pages: list[str] = []
+    suspension = engine.world.suspension
+    monkeypatch.setattr(publisher, "refresh", lambda: pages.append(suspension.phase.value))
+    found = control.find("chat")
+    for verb, phase in ((found.suspend, "suspended"), (found.resume, "runs")):
+        assert (verb().phase, pages[-1:]) == (phase, [phase])
 
 
 def test_a_plan_changes_nothing(engine):

@@ -502,11 +502,15 @@ def test_a_tier_whose_size_is_not_known_has_no_bytes(size):
     assert (tiers.cpu(made), tiers.first(made), tiers.disks(made)) == ([], None, [])
 
 
-def test_a_process_publishes_itself_and_takes_the_page_away(published):
-    publisher.process(worker)
+def test_a_process_publishes_itself_and_takes_the_page_away(published, monkeypatch):
+    publisher.process(lambda: dict(PROCESS))
     (seen,) = reader.all_of(False)
     assert (seen.pid, seen.state) == (os.getpid(), State.RUNS)
     assert seen.page.content["beats"] is False
+    monkeypatch.setitem(PROCESS, "roles", ["frontend"])
+    publisher.refresh()
+    (seen,) = reader.all_of(False)
+    assert seen.page.content["roles"] == ["frontend"]
     publisher._publisher.close()
     assert reader.all_of(False) == []
 

@@ -23,6 +23,7 @@ from kvpatch.patches.suspend import queue
 from kvpatch.patches.suspend.suspension import Cannot, Phase, Suspension
 from kvpatch.patches.suspend.told import first_limit_bytes
 from kvpatch.process import start_ticks
+from kvpatch.telemetry import publisher
 from kvpatch.telemetry.counters import refused
 from kvpatch.upstream import kvcached_api, kvcached_limits
 
@@ -250,6 +251,7 @@ class Server:
                 return
             protocol.send(connection, {"phase": suspension.phase.value})
         if question.said:
+            publisher.refresh()
             protocol.send(connection, suspension.said | question.said | {"done": True})
             return
         follow(connection, suspension, asked, question.since)
@@ -300,6 +302,7 @@ def follow(
                 protocol.send(connection, said)
             continue
         said = {name: value for name, value in said.items() if name not in ("error", "unset")}
+        publisher.refresh()
         protocol.send(connection, said | ({"error": why} if why else {}) | {"done": True})
         return
 
