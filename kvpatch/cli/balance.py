@@ -21,6 +21,7 @@ from kvpatch.control import Refused
 from kvpatch.sizes import readable
 
 WHY = "it started with that"
+NOBODY = "no engine of this user listens"
 
 PARTS = {
     "floor": ("NAME=SIZE", "memory that an engine always may map, for example chat=4GiB"),
@@ -64,8 +65,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "NAME is an engine's kvcached name, the name of its model, or * for all without an own "
         "setting. Ends 0 when it is interrupted, and every engine keeps the limit that it has; 1 "
-        "when another balance of this user runs, or a dry run met no engine of a NAME; 2 when a "
-        "setting cannot be used."
+        "when another balance of this user runs, or a dry run met no engine, or none of a NAME; 2 "
+        "when a setting cannot be used."
     )
 
 
@@ -97,13 +98,15 @@ def run(options_: argparse.Namespace) -> int:
         balance = loop.Balance(read(options_), tell, dry=options_.dry_run)
         if options_.dry_run:
             balance.run(stop, options_.rounds or 1)
+            if not balance.found:
+                raise Refused(NOBODY)
             return 1 if balance.unknown() else 0
         with loop.alone():
             if options_.restore:
                 return restore(tell)
             balance.run(stop, options_.rounds)
         leave(balance.found, tell)
-    except (Wrong, loop.Busy, private.Unsafe) as error:
+    except (Wrong, Refused, loop.Busy, private.Unsafe) as error:
         print(f"kvpatch balance: {error}", file=sys.stderr)
         return 2 if isinstance(error, Wrong) else 1
     except OSError as error:
@@ -121,6 +124,8 @@ def restore(tell: Callable[[Event], None]) -> int:
     """
     taken = True
     found = [one for one in seen.look({}).values() if one.handle and one.handle.first]
+    if not found:
+        raise Refused(NOBODY)
     for one in sorted(found, key=lambda one: one.handle.first > one.engine.limit):  # type: ignore[union-attr]
         assert one.handle is not None
         move = Move(one.engine.name, one.engine.limit, one.handle.first, WHY)

@@ -45,7 +45,8 @@ def run(options: argparse.Namespace) -> int:
     if options.vllm not in (None, *matrix.releases):
         print(
             f"vLLM {options.vllm} is not known to this kvpatch, and does not start "
-            f"(KVP107); known are {', '.join(matrix.releases)}"
+            f"(KVP107); stay on one of {', '.join(matrix.releases)}, or read "
+            "docs/support-policy.md on how one may be tried"
         )
         return 2
     if options.rows:

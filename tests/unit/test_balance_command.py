@@ -358,6 +358,12 @@ def test_where_nobody_listens_nothing_is_done(capsys):
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.parametrize("option", ["--dry-run", "--restore"])
+def test_one_look_that_meets_nobody_says_so(option, capsys):
+    assert cli.main(["balance", option]) == 1
+    assert capsys.readouterr().err == "kvpatch balance: no engine of this user listens\n"
+
+
 def test_an_open_folder_is_refused(base, capsys):
     protocol.folder().mkdir()
     protocol.folder().chmod(0o777)
