@@ -58,7 +58,6 @@ LANES = (
     "versions",
     "upstream",
     "objects",
-    "bench",
 )
 
 

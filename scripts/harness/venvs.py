@@ -6,13 +6,8 @@ import fcntl
 import os
 import shutil
 import subprocess
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-
-from harness import ROOT
-
-BENCH = ROOT / ".venv-bench"
 
 
 def made(folder: Path, recipe: str, make: Callable[[], object]) -> Path:
@@ -40,20 +35,3 @@ def install(python: str | Path, *arguments: str | Path) -> None:
     command = [python, "-m", "pip", "install", "-q", *arguments]
     environment = {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_PROGRESS_BAR": "off", "KVPATCH": "0"}
     subprocess.run(list(map(str, command)), env=os.environ | environment, check=True)
-
-
-def with_bench_tools(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return an environment with pytest-benchmark, which lies beside ``.venv``.
-
-    So the tests run without them.
-    """
-    wanted = Path(__file__).parent / "bench/requirements.txt"
-    made(
-        BENCH,
-        wanted.read_text(),
-        lambda: install(sys.executable, "--no-deps", "--target", BENCH, "-r", wanted),
-    )
-    changed = dict(environment)
-    for name, folder in (("PYTHONPATH", BENCH), ("PATH", BENCH / "bin")):
-        changed[name] = os.pathsep.join(filter(None, [str(folder), environment.get(name)]))
-    return changed

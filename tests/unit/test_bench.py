@@ -18,7 +18,6 @@ from harness.bench import (
     arms,
     engine_steps,
     loads,
-    micro,
     page,
     pairing,
     plots,
@@ -244,20 +243,6 @@ def test_a_run_on_the_host_device_is_not_shown_as_one_of_a_gpu(folder):
     (folder / "gpu.json").write_text(json.dumps(on_host))
     with pytest.raises(SystemExit, match=r"gpu.json is of the host device"):
         page.render(folder)
-
-
-# Micro-benchmarks
-
-
-def test_a_part_that_does_not_say_what_it_is_is_refused():
-    stats = {"median": 2.0, "min": 1.0, "rounds": 3}
-    about = {"name": "walk", "many": 10, "of": "blocks"}
-    one = {"name": "test_walk[10]", "extra_info": about, "stats": stats}
-    assert micro.rows({"benchmarks": [one]}) == [
-        {**about, "median_s": 2.0, "least_s": 1.0, "rounds": 3}
-    ]
-    with pytest.raises(ValueError, match="does not say what it timed"):
-        micro.rows({"benchmarks": [one, {**one, "extra_info": {}}]})
 
 
 @pytest.mark.parametrize("words", [["--repeats", "0"], ["--only", "three"], ["--nonsense"]])

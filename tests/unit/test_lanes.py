@@ -36,10 +36,7 @@ def collect(run, tmp_path):
     return collect
 
 
-LANES = (
-    "unit,wheel,refusals,engine,faults,long,ascend,gpu-start,cuda,npu,"
-    "versions,upstream,objects,bench"
-)
+LANES = "unit,wheel,refusals,engine,faults,long,ascend,gpu-start,cuda,npu,versions,upstream,objects"
 
 
 def test_a_test_carries_the_mark_of_its_lane(collect):
@@ -71,7 +68,7 @@ def test_a_lane_is_run_by_default_or_by_ci_or_takes_what_is_made_on_demand():
     lanes = set(runpy.run_path(str(TESTS / "conftest.py"))["LANES"])
     command = (TESTS.parent / "scripts/test").read_text()
     default = set(re.findall(r"lanes=\(tests/\{(.+)\}\)", command)[0].split(","))
-    assert default == {"unit", "wheel", "refusals", "engine", "bench"}
+    assert default == {"unit", "wheel", "refusals", "engine"}
     command = (TESTS.parent / ".ci/run").read_text()
     named = set(" ".join(re.findall(r"lanes\+?=\(([a-z -]+)\)", command)).split())
     assert named == {"faults", "long", "ascend", "gpu-start"}

@@ -14,10 +14,6 @@ from harness.bench.options import parse
 def main(arguments: list[str]) -> int:
     """Run one of the benchmarks and return the exit status."""
     # Imports only now, so that --help and bad options need no environment.
-    if arguments[:1] == ["micro"]:
-        from harness.bench import micro
-
-        return micro.main(arguments[1:])
     if arguments[:1] == ["sharing"]:
         from harness.bench import sharing
 

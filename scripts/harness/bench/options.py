@@ -18,10 +18,9 @@ latency, hits, copies and memory of each. The arms of a repeat run one after the
 another order each time; two arms are identical, and their difference is the noise."""
 
 EPILOG = """\
-Other commands: scripts/bench micro, steps and sharing; scripts/bench-startup and
-scripts/bench-fence measure start-up and the fence by themselves. The machine should be
-quiet: other load is in the noise. Exit status: 0 when everything was measured, whatever
-the figures; 1 when something failed; 2 for bad options."""
+Other commands: scripts/bench steps and sharing; scripts/bench-startup measures start-up by
+itself. The machine should be quiet: other load is in the noise. Exit status: 0 when
+everything was measured, whatever the figures; 1 when something failed; 2 for bad options."""
 
 
 @dataclass(frozen=True)

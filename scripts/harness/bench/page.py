@@ -16,7 +16,7 @@ from harness.figures import svg
 Result = dict[str, Any]
 
 PICTURE = "docs/pictures/numbers-shared-device.svg"
-SHOWN = ("host", "fence", "sharing", "suspend")
+SHOWN = ("host", "sharing", "suspend")
 FILES = (*SHOWN, "steps", "startup", "gpu")
 
 
@@ -79,7 +79,6 @@ def figures(found: dict[str, Any]) -> Iterator[Figure]:
     for file, of in (
         ("host", _one_model),
         ("host", _two_models),
-        ("fence", _fence),
         ("sharing", _host_pool),
         ("sharing", lambda sharing: [eight_models(sharing)]),
         ("suspend", _suspensions),
@@ -152,18 +151,6 @@ def _two_models(host: Result) -> Rows:
             f"{worst[ours]} in the worst of {len(every[ours])} cycles",
             f"static halves + offloading: {worst[static]}; kvcached alone: {worst[alone]}",
         )
-
-
-def _fence(fence: Result) -> Rows:
-    ratio, same = (
-        fence["tokens_per_processor_second"][name]
-        for name in ("with_over_without", "same_arm_twice")
-    )
-    yield (
-        "tokens per second of the processor, with the fence over without",
-        f"{ratio['mean']:.3f}x ± {ratio['standard_error_of_the_mean']:.3f}",
-        f"the same arm twice: {same['mean']:.3f}x ± {same['standard_error_of_the_mean']:.3f}",
-    )
 
 
 def _host_pool(sharing: Result) -> Rows:

@@ -28,7 +28,7 @@ def measure(
     """
     head = provenance.header(command)
     before = json.loads(report.read_text()) if report.exists() else {"runs": {}}
-    kept = {name: before[name] for name in parts if name in before}
+    kept = {name: before[name] for name in before["runs"]}
     result = head | kept | {"runs": before["runs"]}
     for part in only or parts:
         result[part] = parts[part]()

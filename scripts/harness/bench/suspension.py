@@ -1,16 +1,10 @@
-"""scripts/bench-suspend: what a suspension and limits by demand give, on served engines.
+"""scripts/bench-suspend: what a suspension gives, on served engines.
 
     .venv/bin/python scripts/bench-suspend
-    .venv/bin/python scripts/bench-suspend --only suspend --report bench-results/suspend.json
+    .venv/bin/python scripts/bench-suspend --report bench-results/suspend.json
 
-Servers on the host device with a small model:
-
-suspend  an engine of each connector, suspended and resumed with more and more on the device
-three    two sets of coding sessions and chats on one device, busy in turns: static thirds, kvcached
-         alone, and limits by ``kvpatch balance``
-
-Sessions and chats are scaled down from published traces (harness/bench/conversations.py). Parts
-that are not measured again are kept.
+Servers on the host device with a small model: an engine of each connector, suspended and resumed
+with more and more on the device.
 """
 
 from __future__ import annotations
@@ -18,24 +12,17 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
-import random
 import statistics
-import subprocess
 import tempfile
-import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from harness import ROOT, console
-from harness.bench import conversations, reports
-from harness.engines.balance_alone import command_for
+from harness.bench import reports
 from harness.engines.runs import Device, Run, block_bytes, engine_arguments, model_of, prompts
 from harness.engines.serving import eventually, watched
 from harness.serve import Server
@@ -49,13 +36,6 @@ ON_THE_DEVICE = "vllm:prefix_cache_hits_total"
 KINDS = {"offloading": Run(), "eager": Run(simple="eager"), "lazy": Run(simple="lazy")}
 COUNTS = (6, 18, 54)  # prompts of 20 blocks on the device
 STEPS = 64  # tokens of an answer by which a step is measured
-BUSY, RARE = 10, 4.0  # clients of a model at its peak; seconds between requests otherwise
-PHASE = 15.0  # seconds of a model's peak
-# Tokens of an answer, which takes many times as long as the part of its prompt that is not found,
-# as on a GPU.
-ANSWER = 64
-BALANCE = {"balance": (), "balance --lend '*'": ("--lend=*",)}  # and its options
-ARMS = ("static thirds", "kvcached alone", *BALANCE)
 Result = dict[str, Any]
 
 
@@ -91,7 +71,7 @@ def hits(server: Server) -> int:
     return int(metrics.total(LOADED) + metrics.total(ON_THE_DEVICE))
 
 
-def suspend(machine: Machine, options: argparse.Namespace) -> Result:
+def suspend(machine: Machine, repeats: int) -> Result:
     """Suspend and resume with more and more on the device."""
     found: Result = {}
     for kind, base in KINDS.items():
@@ -100,7 +80,7 @@ def suspend(machine: Machine, options: argparse.Namespace) -> Result:
         with ExitStack() as stack:
             here = replace(machine, stack=stack)
             server, name = here.start(run, here.device(1 << 30))
-            found[kind] = suspended(server, name, options.repeats)
+            found[kind] = suspended(server, name, repeats)
     return found
 
 
@@ -160,166 +140,22 @@ def suspended(server: Server, name: str, repeats: int) -> Result:
     }
 
 
-def three(machine: Machine, options: argparse.Namespace) -> Result:
-    """Three models on one device, busy in turns."""
-    return {arm: arm_of_three(machine, arm, options.cycles) for arm in ARMS}
-
-
-def stream(server: Server, prompt: Result) -> float:
-    """Complete a prompt; return the seconds to the first token."""
-    began, first = time.perf_counter(), 0.0
-    asked = {
-        "prompt": prompt["tokens"],
-        "max_tokens": prompt["max_tokens"],
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-    }
-    with server.client.stream("POST", "/v1/completions", json=asked) as answer:
-        answer.raise_for_status()
-        for line in answer.iter_lines():
-            if line.startswith("data:") and not first:
-                first = time.perf_counter() - began
-    return first
-
-
-class Load:
-    """The requests of a model: its clients have each a conversation, turn after turn.
-
-    Args:
-        server: of the model.
-        talks: conversations, which begin again after the last one.
-    """
-
-    def __init__(self, server: Server, talks: Sequence[Sequence[Result]]) -> None:
-        self.server = server
-        self._begun = deque[Iterator[Result]]()  # by clients that had to stop
-        self._next = map(iter, itertools.cycle(talks))
-        self._lock = threading.Lock()
-        self.first: list[float] = []
-        self.tokens = 0
-
-    def client(self, stop: threading.Event, pause: float) -> None:
-        """Ask again and again until it has to stop."""
-        with self._lock:
-            talk = self._begun.popleft() if self._begun else next(self._next)
-        while not stop.is_set():
-            prompt = next(talk, None)
-            if prompt is None:
-                with self._lock:
-                    talk = next(self._next)
-                continue
-            first = stream(self.server, prompt)
-            with self._lock:
-                self.first.append(first)
-                self.tokens += len(prompt["tokens"]) + prompt["max_tokens"]
-            stop.wait(pause)
-        with self._lock:
-            self._begun.append(talk)
-
-
-def talks_of(turns: Sequence[tuple[int, list[int]]], words: Sequence[int], seed: int) -> list[Any]:
-    """Return the prompts of each conversation, in its order; each chat is one of its own."""
-    found: dict[int, list[Result]] = {}
-    every = zip(turns, conversations.prompts(turns, words, seed), strict=True)
-    alone = len({session for session, _ in turns}) == 1
-    for number, ((session, _), prompt) in enumerate(every):
-        of = number if alone else session
-        found.setdefault(of, []).append({**prompt, "max_tokens": ANSWER})
-    return list(found.values())
-
-
-def arm_of_three(machine: Machine, arm: str, cycles: int) -> Result:
-    """One arm: what each model served, and how soon."""
-    blocks = 420
-    words = random.Random(0).choices(range(2, 258), k=1 << 16)
-    coding = conversations.read("coding")
-    sessions = sorted({one[0] for one in coding})
-    half = set(sessions[::2])
-    loads = [
-        [one for one in coding if one[0] in half],
-        conversations.read("chat"),
-        [one for one in coding if one[0] not in half],
-    ]
-    run = Run(blocks=blocks, cpu_blocks=1000, together=BUSY, offload=arm != "kvcached alone")
-    with ExitStack() as stack:
-        here = replace(machine, stack=stack)
-        # Of one engine, and two of kvcached's pages of two others and of each layer's zero page.
-        device = here.device(blocks * BLOCK + 48 * MIB)
-        environment = {} if run.offload else {"KVCACHED_MAX_CACHED_TOKENS": "16000"}
-        started = [here.start(run, device, **environment) for _ in loads]
-        models = [
-            Load(server, talks_of(turns, words, seed))
-            for seed, ((server, _), turns) in enumerate(zip(started, loads, strict=True))
-        ]
-        names = [name for _, name in started]
-        if arm == "static thirds":
-            for name in names:
-                control.find(name).limit(blocks * BLOCK // 3)
-        if arm in BALANCE:
-            command = stack.enter_context(command_for(names))
-            process = subprocess.Popen(
-                [*command, f"--memory={blocks * BLOCK}", *BALANCE[arm]],
-                stdout=subprocess.DEVNULL,
-            )
-            stack.callback(process.wait)
-            stack.callback(process.terminate)
-        began = time.perf_counter()
-        for busy in itertools.chain.from_iterable([range(len(models))] * cycles):
-            stop = threading.Event()
-            with ThreadPoolExecutor() as pool:
-                clients = []
-                for number, model in enumerate(models):
-                    many, pause = (BUSY, 0.0) if number == busy else (1, RARE)
-                    clients += [pool.submit(model.client, stop, pause) for _ in range(many)]
-                time.sleep(PHASE)
-                stop.set()
-            for one in clients:
-                one.result()
-        seconds = time.perf_counter() - began
-        every = sorted(itertools.chain.from_iterable(model.first for model in models))
-        return {
-            "seconds": round(seconds, 1),
-            "tokens_per_second": round(sum(model.tokens for model in models) / seconds),
-            "first_token_p90": round(every[int(0.9 * (len(every) - 1))], 4),
-            "hits": [hits(server) for server, _ in started],
-            "models": [
-                {
-                    "tokens_per_second": round(model.tokens / seconds),
-                    "requests": len(model.first),
-                    "first_token_p90": round(
-                        sorted(model.first)[int(0.9 * (len(model.first) - 1))], 4
-                    ),
-                }
-                for model in models
-            ],
-        }
-
-
-PARTS: dict[str, Callable[[Machine, argparse.Namespace], Result]] = {
-    "suspend": suspend,
-    "three": three,
-}
-
-
 def main() -> int:
     """Measure, print and write the result."""
     parser = console.parser("scripts/bench-suspend", __doc__ or "")
-    parser.add_argument("--only", choices=PARTS, action="append", help="again for more parts")
     parser.add_argument(
         "--repeats", type=int, default=3, help="of each size (default: %(default)s)"
     )
-    parser.add_argument("--cycles", type=int, default=2, help="of three (default: %(default)s)")
     parser.add_argument("--report", type=Path, default=RESULT)
     options = parser.parse_args()
     return console.run(console.Screen("bench-suspend"), lambda: measure(options))
 
 
 def measure(options: argparse.Namespace) -> int:
-    """Run the parts and write what they found."""
-    command = f"scripts/bench-suspend --repeats {options.repeats} --cycles {options.cycles}"
+    """Measure, and write what was found."""
+    command = f"scripts/bench-suspend --repeats {options.repeats}"
     with tempfile.TemporaryDirectory(prefix="kvpatch-bench-") as name, ExitStack() as stack:
         machine = Machine(Path(name), stack)
-        parts = {part: partial(run, machine, options) for part, run in PARTS.items()}
-        reports.measure(command, parts, options.only, options.report)
+        parts = {"suspend": lambda: suspend(machine, options.repeats)}
+        reports.measure(command, parts, None, options.report)
     return 0

