@@ -200,7 +200,8 @@ def served(result: dict[str, Any]) -> str:
     """Return what servers did on the emulated CUDA device, and what it takes to have one."""
     rows = [
         (
-            f"vLLM {version}",
+            f"{name}, vLLM {version}",
+            str(one["rounds"]),
             str(one["wrong answers"]),
             f"{one['restored tokens']:,}",
             str(one["complaints"]),
@@ -209,12 +210,11 @@ def served(result: dict[str, Any]) -> str:
             str(one["first token processor seconds"]),
             f"{one['environment bytes'] / 1e9:.1f} GB",
         )
-        for version, one in sorted(
-            result["served"].items(), key=lambda item: Version(item[0]), reverse=True
-        )
+        for version in sorted(result["served"], key=Version, reverse=True)
+        for name, one in result["served"][version].items()
     ]
     head = (
-        *("`scripts/cuda serve`", "wrong answers", "tokens from the tier", "complaints"),
+        *("`scripts/cuda serve`", "rounds", "wrong answers", "tokens from the tier", "complaints"),
         *("seconds to start", "to its first token", "of processor to it", "environment"),
     )
     lines = " and ".join(f"{count:,} lines of {name}" for name, count in result["lines"].items())

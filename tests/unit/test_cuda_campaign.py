@@ -22,7 +22,7 @@ def test_a_run_leaves_what_others_recorded(monkeypatch: pytest.MonkeyPatch, tmp_
     assert found == {
         "command": "typed",
         "releases": {"0.32.0": {"Multi": 3, "Offloading": 2}, "0.26.0": {"Multi": 4}},
-        "served": {"0.26.0": {"b": 2}},
+        "served": {"0.26.0": {"a": 1, "b": 2}},
         "lines": {"C++": 5},
     }
 

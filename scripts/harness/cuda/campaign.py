@@ -121,6 +121,11 @@ def job(folder: Path, name: str, step: str, **more: Any) -> Job:
     }
 
 
+def rounds_of(seeds: int) -> list[tuple[str, int]]:
+    """Return the rounds of an engine: one without delays, and ``seeds`` of each kind."""
+    return [("none", 0), *((kind, seed) for kind in KINDS for seed in range(seeds))]
+
+
 def runner_of(version: str) -> dict[str, str]:
     """Return the variable with which plain vLLM has the model runner of engines with kvcached."""
     return {"VLLM_USE_V2_MODEL_RUNNER": str(int(Version(version) >= RUNNER_V2))}
@@ -238,7 +243,7 @@ def record(new: dict[str, dict[str, Any]]) -> None:
         for section, rows in new.items():
             for name, row in rows.items():
                 before = kept.setdefault(section, {}).get(name)
-                merges = section == "releases" and before
+                merges = section in ("releases", "served") and before
                 kept[section][name] = before | row if merges else row
         provenance.write(kept | {"machine": provenance.machine()}, RESULT)
 
@@ -253,7 +258,7 @@ def main() -> int:
     )
     parser.add_argument("--engines", nargs="+", metavar="NAME", help="by default all")
     asked = parser.parse_args()
-    rounds: list[Any] = [("none", 0), *((kind, n) for kind in KINDS for n in range(asked.seeds))]
+    rounds = rounds_of(asked.seeds)
     wrong = False
     for version in asked.releases or [releases.newest_built()]:
         found: dict[str, Any] = {}

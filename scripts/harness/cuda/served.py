@@ -1,9 +1,10 @@
 """``vllm serve`` on the emulated device, as a reader types it: "served" in docs/results/cuda.json.
 
-    python -m harness.cuda.served [RELEASE...]
+    python -m harness.cuda.served [RELEASE...] [--seeds 10] [--engines NAME...]
 
 ``scripts/cuda serve`` answers prompts over HTTP, and again after a reset of the prefix cache, from
-the tier; the same command with ``--plain`` says what is right.
+the tier; the same command with ``--plain`` says what is right. It does so in rounds, of other
+prompts each: one without delays, and one for each kind of delay and each seed.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from typing import Any
 import httpx
 import psutil
 
-from harness import ROOT, console, provenance, releases
-from harness.cuda import campaign, device, environment
+from harness import ROOT, connectors, console, provenance, releases
+from harness.cuda import campaign, device, emulated, environment
 from harness.engines.runs import model_of
 from kvpatch.verify.child import free_port
 
@@ -32,13 +33,29 @@ LIMIT = 400  # seconds of a start
 MODEL = "served"
 # The model's own dtype is float32, and the profile run is over all sequences.
 OPTIONS = ("--enforce-eager", "--dtype=bfloat16", "--max-num-seqs=4", "--max-model-len=2048")
-TIER = ("--kv-offloading-size", "1")
+LATE = ("--worker-extension-cls", "emu_device.Late")
+GIB = 1 << 30
+Round = tuple[str, int]  # a kind of delay, and a seed
 
 
-def prompts() -> list[list[int]]:
-    """Return seeded prompts of 300 to 600 tokens."""
-    source = random.Random(11)
-    return [[source.randrange(3, 300) for _ in range(300 + 100 * index)] for index in range(4)]
+def tiers(folder: Path) -> dict[str, tuple[str, ...]]:
+    """Return the options of each connector, by its name; ``folder`` is for a tier's files."""
+    offloading, eager = connectors.offloading(GIB), connectors.simple(GIB, lazy=False)
+    disk = {"type": "fs", "root_dir": str(folder / "disk")}
+    others = {
+        "Simple eager": eager,
+        "Simple lazy": connectors.simple(GIB, lazy=True),
+        "tiering fs": connectors.tiering(GIB // 8, [disk]),
+        "Multi": connectors.multi(offloading, eager),
+    }
+    found = {name: ("--kv-transfer-config", json.dumps(one)) for name, one in others.items()}
+    return {"Offloading": ("--kv-offloading-size", "1"), **found}
+
+
+def prompts(number: int) -> list[list[int]]:
+    """Return the seeded prompts of a round, of 300 to 500 tokens."""
+    source = random.Random(number)
+    return [[source.randrange(3, 300) for _ in range(300 + 100 * index)] for index in range(3)]
 
 
 def seconds_of(process: psutil.Process) -> float:
@@ -51,10 +68,10 @@ def seconds_of(process: psutil.Process) -> float:
     return total
 
 
-def answers(client: httpx.Client) -> list[tuple[list[int], int]]:
-    """Return the tokens of each answer, and how many of its prompt's were not computed."""
+def answers(client: httpx.Client, number: int) -> list[tuple[list[int], int]]:
+    """Return the tokens of a round's answers, and how many of each prompt's were not computed."""
     found = []
-    for prompt in prompts():
+    for prompt in prompts(number):
         asked = {"model": MODEL, "prompt": prompt, "max_tokens": 12, "temperature": 0}
         said = client.post("/v1/completions", json=asked | {"return_token_ids": True}).json()
         cached = (said["usage"].get("prompt_tokens_details") or {}).get("cached_tokens", 0)
@@ -62,23 +79,26 @@ def answers(client: httpx.Client) -> list[tuple[list[int], int]]:
     return found
 
 
-def serve(version: str, *words: str, options: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Serve, answer, reset and answer again; return what came of it.
+def serve(
+    version: str, *words: str, rounds: list[Round], options: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """Serve, and in each round answer, reset and answer again; return what came of it.
 
     Raises:
         AssertionError: the server did not start; the end of its log.
     """
     port = free_port()
     command = [str(ROOT / "scripts/cuda"), "--vllm", version, *options, "serve"]
-    command += [str(model_of("llama", 8)), "--served-model-name", MODEL, *OPTIONS, *words]
+    command += [str(model_of("llama", 8)), "--served-model-name", MODEL, *OPTIONS, *LATE, *words]
     command += ["--port", str(port), "--enable-prompt-tokens-details"]
+    settings = campaign.runner_of(version) | {"VLLM_SERVER_DEV_MODE": "1"}  # it has the reset
+    found, restored = [], 0
     with tempfile.TemporaryFile("w+") as log, httpx.Client(timeout=120) as client:
         client.base_url = httpx.URL(f"http://127.0.0.1:{port}")
         begun = time.monotonic()
         process = subprocess.Popen(
             command,
-            # The mode has the reset.
-            env=os.environ | campaign.runner_of(version) | {"VLLM_SERVER_DEV_MODE": "1"},
+            env=os.environ | campaign.PAGES | settings,
             stdout=log,
             stderr=subprocess.STDOUT,
         )
@@ -94,17 +114,23 @@ def serve(version: str, *words: str, options: tuple[str, ...] = ()) -> dict[str,
             prompt = {"model": MODEL, "prompt": [5, 6, 7], "max_tokens": 1}
             client.post("/v1/completions", json=prompt).raise_for_status()
             first, used = time.monotonic() - begun, seconds_of(psutil.Process(process.pid))
-            before = answers(client)
-            client.post("/reset_prefix_cache").raise_for_status()
-            after = answers(client)
+            for number, (kind, seed) in enumerate(rounds):
+                late = {"method": "be_late", "args": [emulated.DELAYS.index(kind), seed]}
+                client.post("/collective_rpc", json=late).raise_for_status()
+                for again in (False, True):
+                    given = answers(client, number)
+                    found += [tokens for tokens, _ in given]
+                    restored += again * sum(cached for _, cached in given)
+                    client.post("/reset_prefix_cache").raise_for_status()
         finally:
             process.terminate()
             status = process.wait(60)
         log.seek(0)
         (said,) = [line for line in log if line.startswith("the emulated device had ")]
     return {
-        "answers": [tokens for tokens, _ in before + after],
-        "restored tokens": sum(cached for _, cached in after),
+        "answers": found,
+        "rounds": len(rounds),
+        "restored tokens": restored,
         "complaints": int(said.split()[4]),
         "status": status,
         "ready seconds": round(start, 1),
@@ -137,16 +163,25 @@ def main() -> int:
     """Serve each release and record it; 1 where one is not right."""
     parser = console.parser("python -m harness.cuda.served", __doc__ or "")
     parser.add_argument("releases", nargs="*", metavar="RELEASE", help="of vLLM")
+    parser.add_argument("--seeds", type=int, default=10, help="of each kind of delay")
+    parser.add_argument("--engines", nargs="+", metavar="NAME", help="by default all")
     asked = parser.parse_args()
+    rounds = campaign.rounds_of(asked.seeds)
     wrong = False
     for version in asked.releases or [releases.newest_built()]:
-        row = serve(version, *TIER)
-        expected = serve(version, options=("--plain",)).pop("answers")
-        row["wrong answers"] = sum(map(ne, row.pop("answers"), expected))
-        row |= {"environment bytes": bytes_of(version), "commit": provenance.commit()}
-        print(version, json.dumps(row))
-        wrong |= bool(row["wrong answers"] or row["complaints"] or not row["restored tokens"])
-        campaign.record({"served": {version: row}, "lines": lines()})
+        expected = serve(version, rounds=rounds, options=("--plain",))["answers"]
+        of_release = {
+            "torch": environment.pinned(environment.site_of(version), "torch"),
+            "environment bytes": bytes_of(version),
+            "commit": provenance.commit(),
+        }
+        for name in asked.engines or tiers(Path()):
+            with tempfile.TemporaryDirectory(prefix="kvpatch-cuda-") as folder:
+                row = serve(version, *tiers(Path(folder))[name], rounds=rounds) | of_release
+            row["wrong answers"] = sum(map(ne, row.pop("answers"), expected))
+            print(version, name, json.dumps(row), flush=True)
+            wrong |= bool(row["wrong answers"] or row["complaints"] or not row["restored tokens"])
+            campaign.record({"served": {version: {name: row}}, "lines": lines()})
     return int(wrong)
 
 

@@ -74,6 +74,16 @@ HOOKS: dict[str, Callable[[Any], None]] = {
 }
 
 
+class Late:
+    """For ``--worker-extension-cls emu_device.Late``: a server's device is late in another way."""
+
+    def be_late(self, kind: int, seed: int) -> None:
+        """Let work be late from now on: see ``emu_delay``."""
+        import ctypes
+
+        ctypes.CDLL("libcuda.so.1").emu_delay(kind, seed)
+
+
 class Finder:
     """Runs a hook behind the import of its module."""
 
