@@ -18,6 +18,9 @@ from kvpatch.versions import Installed, in_words
 FILE = Path(__file__).with_name("admitted.json")
 
 Table = Mapping[str, Mapping[str, list[str]]]  # cells by feature and release
+# Kinds of model that start only in the cells that ran, by the names of the matrix' axis.
+LATENT, HYBRID = "latent attention", "hybrid"
+KINDS = ("", LATENT, HYBRID)  # what runs may have in common: all others, or one of these
 
 
 @cache
@@ -42,17 +45,24 @@ def admits(feature: str, vllm: Installed, wanted: Iterable[str]) -> bool:
     )
 
 
-def ran_with(name: str, vllm: Installed, connectors: Iterable[str]) -> bool:
+def ran_with(name: str, vllm: Installed, connectors: Iterable[str], model: str = "") -> bool:
     """Return whether what is no axis of the matrix ran with all of these connectors.
 
     Of such a name the table has connectors, by ``kind_of``: it ran with each in one cell.
+
+    Args:
+        name: what is turned on.
+        vllm: the release.
+        connectors: by the names of the matrix' axis.
+        model: its kind, where the name is asked of each kind by itself.
     """
-    return admits(name, vllm, map(kind_of, connectors))
+    return admits(name, vllm, (kind_of(one, model) for one in connectors))
 
 
-def kind_of(connector: str) -> str:
-    """Return a connector without its mode, by the names of the matrix' axis."""
-    return "Simple" if connector.startswith("Simple") else connector
+def kind_of(connector: str, model: str = "") -> str:
+    """Return a connector without its mode, with a kind of model that starts in its cells only."""
+    kind = "Simple" if connector.startswith("Simple") else connector
+    return f"{kind} ({model})" if model in (LATENT, HYBRID) else kind
 
 
 def together(one: str, other: str) -> str:
@@ -84,11 +94,17 @@ def releases_with(name: str, connector: str) -> list[str]:
 
 def with_connectors(name: str) -> str:
     """Return the releases and connectors that what is no axis ran with, for a sentence."""
-    on: dict[tuple[str, ...], list[str]] = {}
-    for release in validated():
-        if found := table().get(name, {}).get(release):
-            on.setdefault(tuple(found), []).append(release)
-    each = (f"on vLLM {in_ranges(of)} with {in_words(list(who))}" for who, of in on.items())
+    each = []
+    for model in KINDS:
+        on: dict[tuple[str, ...], list[str]] = {}
+        for release in validated():
+            found = [one.partition(" (") for one in table().get(name, {}).get(release, ())]
+            if who := tuple(one for one, _, kind in found if kind.rstrip(")") == model):
+                on.setdefault(who, []).append(release)
+        of_model = f"{model} " if model else ""
+        each += [
+            f"{of_model}on vLLM {in_ranges(of)} with {in_words(who)}" for who, of in on.items()
+        ]
     return "; ".join(each) or "on no release yet"
 
 

@@ -154,12 +154,15 @@ def features(found: Mapping[Cell, Verdict]) -> list[tuple[str, ...]]:
 def tried(found: Mapping[str, Tried]) -> list[tuple[str, ...]]:
     """Return a line per setting that is no axis, and per pair, that starts: name, connectors.
 
-    Of each connector the releases on which engines ran with it, and those that are inferred.
+    Of each connector the releases on which engines ran with it, and those that are inferred. Kinds
+    of model that start only where they ran have lines of their own.
     """
-    columns = dict.fromkeys(map(admitted.kind_of, CONNECTORS))
+    columns = list(dict.fromkeys(map(admitted.kind_of, CONNECTORS)))
     return [
-        (name, *(_ran(*by_connector.get(one, ([], []))) for one in columns))
+        (f"{name}, {model}" if model else name, *map(_ran, there))
         for name, by_connector in found.items()
+        for model in admitted.KINDS
+        if any(there := [by_connector.get(admitted.kind_of(one, model)) for one in columns])
     ]
 
 
@@ -174,7 +177,8 @@ def _newest_first(found: Mapping[Cell, Verdict]) -> list[str]:
     return list(dict.fromkeys(cell.vllm for cell in found))[::-1]
 
 
-def _ran(on: list[str], inferred: list[str]) -> str:
+def _ran(releases: tuple[list[str], list[str]] | None) -> str:
+    on, inferred = releases or ([], [])
     said = [in_ranges(on)] if on else []
     said += [f"inferred: {in_ranges(inferred)}"] if inferred else []
     return "; ".join(said) or ABSENT

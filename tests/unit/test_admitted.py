@@ -100,6 +100,26 @@ def test_every_cell_of_a_configuration_must_have_run(table):
     assert (admitted.why("unknown", how="that"), admitted.but("unknown")) == (none, "")
 
 
+def test_each_kind_of_model_gives_its_memory_back_where_it_ran(ran, table):
+    """A run of a hybrid says nothing of full attention, nor the other way around."""
+    idle = replace(CELL, vllm="0.33.0", runner="V2", feature="idle")
+    ran(idle, replace(idle, model="hybrid", connector="Simple eager"))
+    assert admission.earned()["idle"] == {"0.33.0": ["Offloading", "Simple (hybrid)"]}
+    table(**admission.earned())
+    facts = Facts(on("0.33.0"), on("0.33.0"), {}, "cuda", True)
+    for model, connector in (("full attention", "Offloading"), ("hybrid", "Simple eager")):
+        for other in ("Offloading", "Simple eager"):
+            made = axes.configuration_of(replace(idle, model=model, connector=other))
+            assert place.ran_with("idle", made, facts) is (other == connector)
+    assert admitted.with_connectors("idle") == (
+        "on vLLM 0.33.0 with Offloading; hybrid on vLLM 0.33.0 with Simple"
+    )
+
+
+def test_kinds_of_model_that_wait_are_those_of_the_axis():
+    assert [one.name for one in axes.MODELS if one.admitted] == list(admitted.KINDS[1:])
+
+
 def test_a_trial_admits_what_is_to_run_beside_what_is_earned(ran):
     ran(CELL)
     tried = admission.tried(["EAGLE"], ["0.33.0"])

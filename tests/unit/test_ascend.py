@@ -38,6 +38,12 @@ def test_what_is_refused_on_an_npu(ascend, vllm, built, code):
     assert presence.refused(ascend, vllm, built).code == code
 
 
+def test_a_release_whose_sources_were_compared_says_what_it_lacks():
+    said = presence.refused("0.23.0.post1", "0.23.0", EMULATOR).why
+    assert said.endswith("the same in this one's sources, and no engine has run with it")
+    assert presence.refused("0.18.0", "0.18.0", EMULATOR).why.endswith(" only")
+
+
 def test_an_engine_starts_on_the_emulated_npu_only(monkeypatch):
     platform(monkeypatch, "npu")
     settled: list[bool] = []

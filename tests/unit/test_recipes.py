@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from harness.recipes import table
+from harness.recipes import deployments, table
 from harness.recipes.configurations import DATA, EXPERTS, Recipe, Recipes
 from kvpatch.patches.offloading import place
 
@@ -32,6 +32,8 @@ def test_a_recipe_is_resolved_to_what_vllm_would_read(recipes):
     spread = recipes.configuration(glm, "0.33.0").parallel_config
     assert (spread.data_parallel_size, spread.world_size) == (8, 1)
     assert spread.enable_expert_parallel
+    drafting = Recipe("baidu/ERNIE-4.5-21B-A3B-PT", "default", "simple", draft="ernie_mtp")
+    assert recipes.configuration(drafting, "0.33.0").speculative_config.method == "mtp"
     ocr = Recipe("zai-org/Glyph", "default", "simple")
     assert not recipes.configuration(ocr, "0.33.0").cache_config.enable_prefix_caching
 
@@ -58,7 +60,7 @@ def test_every_recipe_is_asked_with_every_preset_and_variant(recipes):
 def test_a_refusal_has_its_code_and_its_basis(recipes):
     mla = recipes.configuration(Recipe("zai-org/GLM-5.2", "default", "simple"), table.newest())
     found = table.ask(mla, table.newest())
-    assert (found.code, found.basis) == ("KVP310", "not validated")
+    assert (found.code, found.basis) == ("KVP305", "not validated")
     assert table.ask_suspended(mla, table.newest()) == found
     assert table.ask(recipes.configuration(LLAMA, table.newest()), table.newest()).admitted
 
@@ -84,3 +86,12 @@ def test_the_command_prints_every_row(monkeypatch, capsys, recipes):
     printed = capsys.readouterr().out
     assert all(f"\n{one.model}\t" in f"\n{printed}" for one in recipes.plain())
     assert "KVP374" in printed
+
+
+def test_what_deployments_turn_on_is_asked_of_the_rules():
+    found = {one.name: answer for one, answer in deployments.answers(table.newest())}
+    assert len(found) == len(deployments.FEATURES)
+    assert found["hybrid models"].admitted
+    assert found["LoRA"].code == "KVP332"
+    assert found["TP over two machines"].basis == "incompatible"
+    assert found["latent attention with an indexer, TP 4"].code == "KVP305"

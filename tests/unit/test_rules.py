@@ -280,7 +280,7 @@ case(
 )
 case(
     "KVP373",
-    "KVPATCH_FIRST_LIMIT is set on this release and with this connector",
+    "KVPATCH_FIRST_LIMIT is set on this release, with this connector and this kind of model",
     of_environment(**{FIRST_LIMIT.name: "8GiB"}) | {"machine__vllm": "0.27.0"},
 )
 NO_LIST = {"type": "fs", "root_dir": "/tiers"}, ["fs"], "fs", [{"type": "fs"}, "fs"]
@@ -559,7 +559,7 @@ case(
 )
 case(
     "KVP342",
-    "KVPATCH_HOST_POOL is set on this release and with this connector",
+    "KVPATCH_HOST_POOL is set on this release, with this connector and this kind of model",
     pooled(machine__vllm="0.26.0"),
     pooled() | V2_OF_34,
 )
@@ -617,7 +617,11 @@ case(
     "KVPATCH_TIER_SIZE is set with a secondary tier that is no folder",
     tiers("fs", "obj") | {"machine__vllm": "0.32.0"} | of_environment(KVPATCH_TIER_SIZE="1GiB"),
 )
-case("KVP370", "KVPATCH_IDLE is set on this release", IDLE_30S | {"machine__vllm": "0.27.0"})
+case(
+    "KVP370",
+    "KVPATCH_IDLE is set on this release, with this connector and this kind of model",
+    IDLE_30S | {"machine__vllm": "0.27.0"},
+)
 case(
     "KVP372",
     "KVPATCH_IDLE and KVPATCH_HOST_POOL are set with SimpleCPUOffloadConnector",

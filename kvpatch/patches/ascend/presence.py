@@ -12,6 +12,11 @@ from kvpatch.supported import VLLM_ASCEND
 
 CANN, EMULATOR = 1, 2  # what the mark of a build by kvpatch.ascend returns
 REMEDY = "set KVPATCH=0"
+# Releases whose sources were compared, for the reason of their refusal.
+READ = {
+    "0.23.0.post1": ": the targets of kvpatch's patches are the same in this one's sources, and no "
+    "engine has run with it"
+}
 
 
 def wanted() -> bool:
@@ -68,7 +73,7 @@ def refused(ascend: str | None, vllm: str | None, built: int, passed: str = "") 
     if VLLM_ASCEND.get(_public(ascend)) != _public(vllm):
         return Refusal(
             f"the device is an NPU, of vllm-ascend {ascend} with vLLM {vllm}",
-            f"kvpatch is validated on {pairs} only",
+            f"kvpatch is validated on {pairs} only{READ.get(_public(ascend), '')}",
             REMEDY,
             code="KVP601",
         )

@@ -2,9 +2,9 @@
 
 The ranks of a dense model are engines that know nothing of each other. Those of a mixture of
 experts step together, with empty batches where a rank has no request, and none of them ran: on a
-CPU vLLM itself does not (NotImplementedError in ``all_gatherv``, seen with 0.32.0). On a GPU
-kvcached reads the free memory of the first device in the process of every engine, and the worker
-of a later rank has another one.
+CPU vLLM itself does not (NotImplementedError in ``all_gatherv``, seen with 0.32.0 and 0.33.0). On
+a GPU kvcached reads the free memory of the first device in the process of every engine, and the
+worker of a later rank has another one.
 """
 
 from __future__ import annotations

@@ -14,9 +14,8 @@ NAME = "first limit"  # in the table of what ran
 
 
 def _elsewhere(config: Any, facts: Facts) -> bool:
-    ways = place.ways(config.kv_transfer_config)
     is_set = bool(FIRST_LIMIT.read(facts.environment))
-    return is_set and not admitted.ran_with(NAME, facts.vllm, ways)
+    return is_set and not place.ran_with(NAME, config, facts)
 
 
 RULES = (
@@ -24,7 +23,7 @@ RULES = (
         "KVP373",
         f"`{FIRST_LIMIT}`" + admitted.but(NAME),
         _elsewhere,
-        f"{FIRST_LIMIT} is set on this release and with this connector",
+        f"{FIRST_LIMIT} is set on this release, with this connector and this kind of model",
         f"a limit at the start is validated {admitted.with_connectors(NAME)} only",
         f"unset {FIRST_LIMIT}, or use one of these",
         with_connector=False,

@@ -34,8 +34,7 @@ def floor(environment: Mapping[str, str]) -> int:
 
 
 def _other_release(config: Any, facts: Facts) -> bool:
-    ways = place.ways(config.kv_transfer_config)
-    return _pooled(facts) and not admitted.ran_with(NAME, facts.vllm, ways)
+    return _pooled(facts) and not place.ran_with(NAME, config, facts)
 
 
 def _other_tier(config: Any, facts: Facts) -> bool:
@@ -135,7 +134,7 @@ RULES = (
         "KVP342",
         "`KVPATCH_HOST_POOL`" + admitted.but(NAME, how="on a machine without a GPU"),
         _other_release,
-        "KVPATCH_HOST_POOL is set on this release and with this connector",
+        "KVPATCH_HOST_POOL is set on this release, with this connector and this kind of model",
         f"the host pool is validated {admitted.with_connectors(NAME)} only",
         _UNSET,
     ),

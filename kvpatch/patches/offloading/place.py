@@ -10,13 +10,22 @@ from kvpatch.versions import Facts
 
 # By the names of the cells: with nothing else turned on, and kinds of model.
 ALONE = "none"
-FULL, LATENT, HYBRID = "full attention", "latent attention", "hybrid"
+FULL, LATENT, HYBRID = "full attention", admitted.LATENT, admitted.HYBRID
 OFFLOADING = "Offloading"  # also without a connector
 
 
 def starts_with(feature: str, config: Any, facts: Facts) -> bool:
     """Return whether engines ran with a feature in all cells that a configuration is in."""
     return admitted.admits(feature, facts.vllm, cells(config, facts))
+
+
+def ran_with(name: str, config: Any, facts: Facts) -> bool:
+    """Return whether what is no axis of the matrix ran with a configuration's model and connector.
+
+    Asked of what keeps or gives back the memory of a model's states, each kind of which is its own.
+    """
+    kind = kind_of(getattr(config, "model_config", None))
+    return admitted.ran_with(name, facts.vllm, ways(config.kv_transfer_config), kind)
 
 
 def cells(config: Any, facts: Facts) -> list[str]:

@@ -20,10 +20,9 @@ def _asked(facts: Facts) -> bool:
 
 
 def _elsewhere(config: Any, facts: Facts) -> bool:
-    ways = place.ways(config.kv_transfer_config)
     if _without_tier(config, facts):  # which is another reason, where anything ran
-        ways = [place.OFFLOADING]
-    return _asked(facts) and not admitted.ran_with(NAME, facts.vllm, ways)
+        return _asked(facts) and not admitted.ran_with(NAME, facts.vllm, [place.OFFLOADING])
+    return _asked(facts) and not place.ran_with(NAME, config, facts)
 
 
 def _without_tier(config: Any, facts: Facts) -> bool:
@@ -72,7 +71,7 @@ def _simple_in_a_pool(config: Any, facts: Facts) -> bool:
 def _why_it_did_not_run(config: Any, facts: Facts | None) -> str:
     """Return why no engine of this kind was suspended with what this one has turned on."""
     ways = place.ways(config.kv_transfer_config)
-    if facts is None or not admitted.ran_with(NAME, facts.vllm, ways):
+    if facts is None or not place.ran_with(NAME, config, facts):
         return f"suspending is validated {admitted.with_connectors(NAME)} only"
     for beside in together.turned_on(config, facts):
         both = admitted.together(NAME, beside)
@@ -86,7 +85,7 @@ RULES = (
         "KVP370",
         f"`{IDLE}`" + admitted.but(NAME),
         _elsewhere,
-        f"{IDLE} is set on this release",
+        f"{IDLE} is set on this release, with this connector and this kind of model",
         f"giving memory back is validated {admitted.with_connectors(NAME)} only",
         f"unset {IDLE}, or use one of these",
         with_connector=False,

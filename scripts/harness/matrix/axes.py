@@ -13,6 +13,7 @@ from packaging.version import Version
 
 from harness.matrix import shapes
 from kvpatch import admitted
+from kvpatch.admitted import HYBRID, LATENT
 from kvpatch.environ import FIRST_LIMIT, HOST_POOL, IDLE
 from kvpatch.matrix.verdicts import LAYOUTS, NONE, RUNNERS, Cell
 from kvpatch.patches.offloading.rules import DRAFTING, EXPERTS, SELF_DESCRIBING, STAGES
@@ -99,6 +100,8 @@ class Feature:
         admitted: whether it starts in the cells of ``kvpatch.admitted`` only.
         device: the type of device that it starts on; what starts on a GPU does on a CPU too.
         environment: the variables that it sets.
+        each: the kinds of model that it runs with one by one, with every connector, where it is no
+            axis.
     """
 
     name: str
@@ -111,6 +114,7 @@ class Feature:
     admitted: bool = True
     device: str = "cuda"
     environment: dict[str, str] = field(default_factory=dict)
+    each: tuple[str, ...] = ()
 
 
 _V2_SINCE = {"ngram": "0.32", "draft model": "0.31"}
@@ -236,6 +240,7 @@ SETTINGS = (
         since="0.28",
         device="cpu",
         environment={HOST_POOL.name: "256MiB"},
+        each=(LATENT, HYBRID),
     ),
     # From its first request on, an engine has a part of its device.
     Feature(
@@ -244,6 +249,7 @@ SETTINGS = (
         ("full attention",),
         since="0.28",
         environment={FIRST_LIMIT.name: "95%"},
+        each=(LATENT, HYBRID),
     ),
     Feature(
         SELF_DESCRIBING,
@@ -261,6 +267,7 @@ SETTINGS = (
         connectors=("Offloading", "tiering fs", "Simple eager", "Simple lazy"),
         since="0.28",
         environment={IDLE.name: "2s"},
+        each=(LATENT, HYBRID),
     ),
     # Ranks that have a part of each expert, or some of the experts.
     *(
@@ -362,6 +369,8 @@ def tried_cells(vllm: str) -> Iterator[Cell]:
             yield Cell(
                 vllm, runner, LAYOUTS[turn % 2], connector, models[turn // 2 % len(models)], name
             )
+            for kind in feature.each:
+                yield Cell(vllm, runner, LAYOUTS[0], connector, kind, name)
 
 
 def settings_of(cell: Cell) -> tuple[str, ...]:

@@ -133,11 +133,15 @@ def by_shared_seams(cell: Cell) -> list[str]:
 
 
 def ran_with(name: str) -> dict[str, set[str]]:
-    """Return the connectors that a name of ``axes.TRIED`` ran right with, by release."""
+    """Return the connectors that a name of ``axes.TRIED`` ran right with, by release.
+
+    With kinds of model that start only where they ran, by ``admitted.kind_of``.
+    """
     found: dict[str, set[str]] = {}
     for cell in recorded.runs():
         if cell.feature == name and ran_right(cell):
-            found.setdefault(cell.vllm, set()).add(admitted.kind_of(cell.connector))
+            kind = admitted.kind_of(cell.connector, cell.model)
+            found.setdefault(cell.vllm, set()).add(kind)
     return found
 
 
@@ -201,7 +205,9 @@ def tried() -> dict[str, Tried]:
     for name in TRIED:
         ran, starts = ran_with(name), admitted_with(name)
         by_connector = {}
-        for connector in dict.fromkeys(map(admitted.kind_of, CONNECTORS)):
+        for connector in dict.fromkeys(
+            admitted.kind_of(one, model) for model in admitted.KINDS for one in CONNECTORS
+        ):
             on = [vllm for vllm, of in ran.items() if connector in of and vllm in starts]
             more = [vllm for vllm, of in starts.items() if connector in of and vllm not in on]
             if on or more:

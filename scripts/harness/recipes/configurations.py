@@ -22,6 +22,7 @@ FILE = Path(__file__).with_name("recipes.json")
 GPUS = 8  # of the node
 RUNNER = "V2"  # vLLM's choice on a GPU for all of these
 DEFAULT = "default"
+INDEXED = 2048  # tokens that an indexer chooses; how many is not asked
 # Of a recipe's strategies of one node; a recipe has the first one at least.
 TENSOR, EXPERTS, DATA = "single_node_tp", "single_node_tep", "single_node_dep"
 
@@ -51,6 +52,8 @@ class Recipes:
         found = json.loads(file.read_text())
         self.source: str = found["source"]
         self.presets: dict[str, dict[str, Any]] = found["presets"]
+        # The day of the first count, and what it admitted of each preset by what was turned on.
+        self.first: dict[str, Any] = found["first"]
         self._models: dict[str, dict[str, Any]] = {one["model"]: one for one in found["recipes"]}
 
     def plain(self) -> Iterator[Recipe]:
@@ -104,8 +107,12 @@ class Recipes:
             ranks = 1
         parallel.world_size = parallel.tensor_parallel_size = ranks
         made.model_config.is_moe = model["experts"]
+        if model.get("indexer"):
+            made.model_config.hf_text_config = SimpleNamespace(index_topk=INDEXED)
         if recipe.draft:
-            made.speculative_config = SimpleNamespace(method=recipe.draft)
+            # vLLM has one name for all drafts inside of a model.
+            method = "mtp" if recipe.draft.endswith("_mtp") else recipe.draft
+            made.speculative_config = SimpleNamespace(method=method)
         return made
 
 

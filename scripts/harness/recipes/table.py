@@ -95,9 +95,10 @@ class Line(NamedTuple):
         ]
         return f"{sum(one.admitted for one in of)} of {len(of)}"
 
-    def shares(self, presets: Iterable[str]) -> list[str]:
-        """Return the cell of each preset: at the defaults, and with variants."""
-        return [f"{self.share(one, default=True)}, {self.share(one)}" for one in presets]
+    def shares(self, presets: Iterable[str], first: Iterable[str] = ()) -> list[str]:
+        """Return the cell of each preset: at the defaults, and with variants, and what it was."""
+        now = [f"{self.share(one, default=True)}, {self.share(one)}" for one in presets]
+        return [f"{one} ({was})" for one, was in zip(now, first, strict=True)] if first else now
 
 
 def lines(vllm: str, recipes: Recipes) -> list[Line]:
@@ -151,11 +152,16 @@ def _short(answer: Answer) -> str:
 
 def page() -> str:
     """Return the page of the documentation."""
+    from harness.recipes import deployments  # which asks as this does
+
     recipes, vllm = Recipes(), newest()
     found = lines(vllm, recipes)
     return render(
         "vllm-recipes.md",
         vllm=vllm,
+        first=recipes.first,
+        read=deployments.READ,
+        deployments=[(one, _short(answer)) for one, answer in deployments.answers(vllm)],
         source=recipes.source,
         presets=list(recipes.presets),
         lines=found,
