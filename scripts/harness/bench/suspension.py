@@ -6,6 +6,8 @@
 Servers on the host device with a small model:
 
 suspend  an engine of each connector, suspended and resumed with more and more on the device
+limit    an engine whose tier has all that its device has: from the order to the last page that is
+         back, by the command and by a controller that runs
 three    two sets of coding sessions and chats on one device, busy in turns: static thirds, kvcached
          alone, and limits by ``kvpatch balance``
 
@@ -21,6 +23,7 @@ import os
 import random
 import statistics
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -39,7 +42,7 @@ from harness.engines.balance_alone import command_for
 from harness.engines.runs import Device, Run, block_bytes, engine_arguments, model_of, prompts
 from harness.engines.serving import eventually, watched
 from harness.serve import Server
-from kvpatch import control
+from kvpatch import claims, control
 
 RESULT = ROOT / "docs/results/suspend.json"
 MIB = 1 << 20
@@ -49,6 +52,8 @@ ON_THE_DEVICE = "vllm:prefix_cache_hits_total"
 KINDS = {"offloading": Run(), "eager": Run(simple="eager"), "lazy": Run(simple="lazy")}
 COUNTS = (6, 18, 54)  # prompts of 20 blocks on the device
 STEPS = 64  # tokens of an answer by which a step is measured
+FILL = 124  # prompts, of 620 MiB, on a device before a limit is lowered
+LEAST = 160 * MIB  # that limit: what 8 requests that run need, and half as much
 BUSY, RARE = 10, 4.0  # clients of a model at its peak; seconds between requests otherwise
 PHASE = 15.0  # seconds of a model's peak
 # Tokens of an answer, which takes many times as long as the part of its prompt that is not found,
@@ -158,6 +163,80 @@ def suspended(server: Server, name: str, repeats: int) -> Result:
         "seconds_per_gib": round(fit.slope * (1 << 30), 3),
         "seconds_without_bytes": round(fit.intercept, 4),
     }
+
+
+def limit(machine: Machine, options: argparse.Namespace) -> Result:
+    """Lower a limit, idle and busy, by the command and by a controller that runs."""
+    blocks = FILL * 24 + 400
+    run = replace(Run(), blocks=blocks, cpu_blocks=2 * blocks, together=8)
+    found: Result = {"runs": {}}
+    with ExitStack() as stack:
+        here = replace(machine, stack=stack)
+        server, name = here.start(run, here.device(1 << 30))
+        some = prompts(FILL, seed=200)
+        begun = time.perf_counter()
+        server.complete(prompts(1, length=32, max_tokens=STEPS, seed=1)[0])
+        found["step_ms"] = _ms((time.perf_counter() - begun) / STEPS)
+        clients = stack.enter_context(ThreadPoolExecutor(8))
+        command = [str(Path(sys.executable).with_name("kvpatch")), "limit", name, str(LEAST)]
+        # The first time is a warm-up.
+        for number, busy in enumerate([False, *[False, True] * options.repeats]):
+            for by in ("command", "controller"):
+                engine = control.find(name)
+                engine.limit(blocks * BLOCK)
+                list(clients.map(server.complete, some))
+                running = [
+                    clients.submit(server.complete, prompt)
+                    for prompt in prompts(8, length=64, max_tokens=700, seed=number)
+                    if busy
+                ]
+                time.sleep(1)
+                told = (
+                    partial(subprocess.run, command, check=True, stdout=subprocess.DEVNULL)
+                    if by == "command"
+                    else partial(engine.limit, LEAST)
+                )
+                seen = timeline(engine.name, told)
+                for one in running:
+                    one.result()
+                if number:
+                    found["runs"].setdefault(f"{'busy' if busy else 'idle'}, {by}", []).append(seen)
+    return found
+
+
+def timeline(name: str, told: Callable[[], object]) -> Result:
+    """Return when what was seen in an engine's pool, in milliseconds since it was told a limit."""
+    begun = time.perf_counter()
+    before = size, used = _pool(name)
+    at: dict[str, float] = {}
+    told_by = threading.Thread(target=told)
+    told_by.start()
+    while "last page" not in at and time.perf_counter() - begun < 30:
+        now = time.perf_counter() - begun
+        limit, mapped = _pool(name)
+        if limit != size:
+            at.setdefault("limit in the pool", now)
+        if mapped < used:
+            at.setdefault("first page", now)
+        if mapped <= LEAST:
+            at["last page"] = now
+        time.sleep(0.0005)
+    told_by.join()
+    at["told"] = time.perf_counter() - begun
+    return {"mapped_mib": before[1] // MIB, **{what: _ms(when) for what, when in at.items()}}
+
+
+def _pool(name: str) -> tuple[int, int]:
+    """Return the limit of an engine and what it has mapped, as kvcached has them in /dev/shm."""
+    content = (claims.BASE / name).read_bytes()
+    limit, used, ahead = (
+        int.from_bytes(content[at : at + 8], sys.byteorder, signed=True) for at in (0, 8, 16)
+    )
+    return limit, used + ahead
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1e3, 1)
 
 
 def three(machine: Machine, options: argparse.Namespace) -> Result:
@@ -298,6 +377,7 @@ def arm_of_three(machine: Machine, arm: str, cycles: int) -> Result:
 
 PARTS: dict[str, Callable[[Machine, argparse.Namespace], Result]] = {
     "suspend": suspend,
+    "limit": limit,
     "three": three,
 }
 
