@@ -222,9 +222,9 @@ class Spill:
             found.append(Cached(key, block))
         return tuple(found)
 
-    def more(self, blocks: Iterable[Cached]) -> None:
+    def more(self, keys: Iterable[bytes]) -> None:
         """Take up blocks beside those that are on their way, for the reason that it began with."""
-        for key in dict.fromkeys(key for one in blocks for key in self.chunks.of(one.key)):
+        for key in dict.fromkeys(chunk for one in keys for chunk in self.chunks.of(one)):
             self._added.discard(key)
             if key not in self._flying and (whole := self._whole(key)):
                 self._missing[key] = whole
@@ -358,6 +358,9 @@ class Spill:
 
     def keep(self, keys: Iterable[bytes]) -> None:
         """Let the chunks of blocks that the tier holds be the last that it evicts."""
+        if self.chunks.size == 1:
+            self.tier.keep(list(keys))
+            return
         chunks = dict.fromkeys(one for key in keys for one in self.chunks.of(key))
         self.tier.keep(self.tier.held(chunks))
 
