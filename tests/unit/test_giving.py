@@ -52,6 +52,28 @@ def test_a_lower_limit_stores_what_it_evicts(worlds: Any) -> None:
     world.check()
 
 
+def test_no_more_is_looked_for_than_is_evicted_in_a_step(
+    worlds: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is taken up and not evicted is at the head, and looked at again for each page."""
+    world = filled(worlds)
+    for block in range(4, 28):
+        world.tier.blocks[f"old{block}".encode()] = f"bytes of old{block}"
+    monkeypatch.setattr(module, "TOGETHER", 2 * BLOCKS)
+    taken = []
+    evict = world.pool.evict_blocks
+    monkeypatch.setattr(
+        world.pool,
+        "evict_blocks",
+        lambda some: (taken.append(len(world.giving._taken)), evict(some)),
+    )
+    lower(world, 1)
+    world.until_idle()
+    assert world.pool.used() == set()
+    assert len(taken) == 3, "not as many together as a step evicts"
+    assert set(taken) == {0}, "pages wait that could have been looked for later"
+
+
 def test_it_is_applied_at_once_where_nothing_has_to_go(worlds: Any) -> None:
     world = filled(worlds)
     assert world.manager.resize(7 * PAGE)  # as an allocation does
