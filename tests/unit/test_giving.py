@@ -160,6 +160,20 @@ def test_pages_that_are_ready_are_evicted_some_at_a_time(
     assert world.manager.total == 2
 
 
+def test_a_tier_keeps_a_block_once_that_a_page_has_twice(
+    worlds: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SimpleCPUOffloadConnector frees what it is to keep: a block freed twice is two free ones."""
+    world = filled(worlds)
+    world.pool._block_id_to_key[5] = b"old4"
+    world.tier.blocks[b"old4"] = "bytes of old4"
+    kept: list[list[bytes]] = []
+    monkeypatch.setattr(world.tier, "keep", kept.append)
+    lower(world, 6)
+    world.until_idle()
+    assert [b"old4"] in kept, kept
+
+
 def test_a_suspension_afterwards_stores_everything_at_once(worlds: Any) -> None:
     world = filled(worlds)
     world.giving._share = Shares(stores=2)

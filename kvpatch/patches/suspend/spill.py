@@ -357,12 +357,13 @@ class Spill:
         return {*filter(self.holds, keys)}
 
     def keep(self, keys: Iterable[bytes]) -> None:
-        """Let the chunks of blocks that the tier holds be the last that it evicts."""
-        if self.chunks.size == 1:
-            self.tier.keep(list(keys))
-            return
+        """Let the chunks of blocks be the last that it evicts, where they are in the tier.
+
+        Args:
+            keys: of blocks that are in it, in any chunk; two blocks may have one.
+        """
         chunks = dict.fromkeys(one for key in keys for one in self.chunks.of(key))
-        self.tier.keep(self.tier.held(chunks))
+        self.tier.keep(self.tier.held(chunks) if self.chunks.size > 1 else list(chunks))
 
     def is_partial(self, key: bytes) -> bool:
         """Whether a block is in no chunk that the tier has, or could take in."""
