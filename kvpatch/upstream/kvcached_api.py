@@ -496,4 +496,4 @@ def is_unused(pool: Any, page: Page) -> bool:
     """Whether all that is in a page is still cached, and used by no request."""
     there = pool.kv_cache_manager.get_page_occupancy([page.number])[page.number]
     unused = pool._evictable_blocks
-    return 0 < there <= len(page.blocks) and all(block in unused for block in page.blocks)
+    return 0 < there <= len(page.blocks) and all(map(unused.__contains__, page.blocks))

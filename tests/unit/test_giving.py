@@ -52,6 +52,28 @@ def test_a_lower_limit_stores_what_it_evicts(worlds: Any) -> None:
     world.check()
 
 
+def test_no_more_is_looked_for_than_is_evicted_in_a_step(
+    worlds: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is taken up and not evicted is at the head, and looked at again for each page."""
+    world = filled(worlds)
+    for block in range(4, 28):
+        world.tier.blocks[f"old{block}".encode()] = f"bytes of old{block}"
+    monkeypatch.setattr(module, "TOGETHER", 2 * BLOCKS)
+    taken = []
+    evict = world.pool.evict_blocks
+    monkeypatch.setattr(
+        world.pool,
+        "evict_blocks",
+        lambda some: (taken.append(len(world.giving._taken)), evict(some)),
+    )
+    lower(world, 1)
+    world.until_idle()
+    assert world.pool.used() == set()
+    assert len(taken) == 3, "not as many together as a step evicts"
+    assert set(taken) == {0}, "pages wait that could have been looked for later"
+
+
 def test_it_is_applied_at_once_where_nothing_has_to_go(worlds: Any) -> None:
     world = filled(worlds)
     assert world.manager.resize(7 * PAGE)  # as an allocation does
@@ -136,6 +158,20 @@ def test_pages_that_are_ready_are_evicted_some_at_a_time(
     gone = [before - after for before, after in itertools.pairwise(used) if after < before]
     assert gone == [8, 8, 4], "the last one alone, as there is no other"
     assert world.manager.total == 2
+
+
+def test_a_tier_keeps_a_block_once_that_a_page_has_twice(
+    worlds: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SimpleCPUOffloadConnector frees what it is to keep: a block freed twice is two free ones."""
+    world = filled(worlds)
+    world.pool._block_id_to_key[5] = b"old4"
+    world.tier.blocks[b"old4"] = "bytes of old4"
+    kept: list[list[bytes]] = []
+    monkeypatch.setattr(world.tier, "keep", kept.append)
+    lower(world, 6)
+    world.until_idle()
+    assert [b"old4"] in kept, kept
 
 
 def test_a_suspension_afterwards_stores_everything_at_once(worlds: Any) -> None:

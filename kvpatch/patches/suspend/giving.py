@@ -93,8 +93,8 @@ class Giving:
         self._idle = False
         self._share = Share()
         self._coldest = Coldest(self._pool)
-        self._storing: deque[tuple[Page, list[Cached]]] = deque()
-        self._ready: deque[tuple[Page, list[Cached]]] = deque()
+        self._storing: deque[tuple[Page, list[bytes]]] = deque()  # with the keys of its blocks
+        self._ready: deque[tuple[Page, list[bytes]]] = deque()
         self._taken: set[int] = set()  # the blocks of both, and those that could not be stored
         self._going: set[int] = set()  # pages that wait for the fence
         self._from: tuple[float, int, int] | None = None  # when it began, given and lost then
@@ -214,21 +214,21 @@ class Giving:
                 self._spill.cancel()
             self._take_nothing()
         self._count_given()
-        while self._storing and self._spill.settled(self._keys_of_first()):
+        while self._storing and self._spill.settled(self._storing[0][1]):
             self._ready.append(self._storing.popleft())
         more = wanted and self._take_up(runs)
-        blocks = sum(len(page.blocks) for page, _ in self._ready)
-        if blocks >= TOGETHER or not more:
-            evicted = 0
-            while self._ready and evicted < TOGETHER:
-                page, its = self._ready.popleft()
-                evicted += len(page.blocks)
-                self._let_go(page, its)
+        if self._ready_blocks >= TOGETHER or not more:
+            going: list[int] = []
+            while self._ready and len(going) < TOGETHER:
+                going += self._let_go(*self._ready.popleft())
+            if going:
+                self._pool.evict_blocks(going)
         if not (more or self._storing or self._ready or self._going):
             self._end()
 
-    def _keys_of_first(self) -> list[bytes]:
-        return [one.key for one in self._storing[0][1]]
+    @property
+    def _ready_blocks(self) -> int:
+        return sum(len(page.blocks) for page, _ in self._ready)
 
     def _count_given(self) -> None:
         left = self._going - kvcached_api.retired(self.manager)
@@ -250,7 +250,8 @@ class Giving:
                 self._spill.begin((), reason)
         self._spill.piece = max(1, self._share.stores // self._spill.chunks.size)
         while missing > 0 and self._pages < MOST_PAGES:
-            if self._spill.busy or not self._share.left:
+            # What is ready and not evicted is looked at again for the next page.
+            if self._spill.busy or not self._share.left or self._ready_blocks >= TOGETHER:
                 return True
             page = self._coldest.next(self._taken)
             if page is None:
@@ -262,14 +263,13 @@ class Giving:
             keys = [*map(self._pool._block_id_to_key.__getitem__, page.blocks)]
             there = self._spill.held(keys)
             if not runs:  # so many touches cost a step too much
-                self._spill.keep(reversed(keys))
-            blocks = [*map(Cached, keys, page.blocks)]
+                self._spill.keep(key for key in reversed(keys) if key in there)
             self._taken.update(page.blocks)
             if len(there) == len(keys):
-                self._ready.append((page, blocks))
+                self._ready.append((page, keys))
                 continue
-            self._spill.more(one for one in blocks if one.key not in there)
-            self._storing.append((page, blocks))
+            self._spill.more(key for key in keys if key not in there)
+            self._storing.append((page, keys))
         return False
 
     def _missing_pages(self) -> int:
@@ -288,21 +288,20 @@ class Giving:
             coldest = islice(unused, AHEAD + len(taken))
             self._spill.add(Cached(keys[block], block) for block in coldest if block not in taken)
 
-    def _let_go(self, page: Page, blocks: list[Cached]) -> None:
-        """Evict a page whose stores have completed, unless it is used again."""
-        keys = self._pool._block_id_to_key
-        there = self._spill.held([one.key for one in blocks])
-        without = [one.key for one in blocks if one.key not in there]
+    def _let_go(self, page: Page, keys: list[bytes]) -> list[int]:
+        """Return the blocks to evict of a page whose stores have completed; none if it is used."""
+        there = self._spill.held(keys)
+        without = [key for key in keys if key not in there]
         if self._limit is None and not all(map(self._spill.is_partial, without)):
-            return  # an idle engine keeps what it cannot store
+            return []  # an idle engine keeps what it cannot store
         self._taken.difference_update(page.blocks)
         # Without all of its blocks a page gives nothing back.
-        if kvcached_api.is_unused(self._pool, page) and all(
-            keys[one.block] == one.key for one in blocks
-        ):
-            self.lost += len(without)
-            self._pool.evict_blocks(set(page.blocks))
-            self._going.add(page.number)
+        now = [*map(self._pool._block_id_to_key.get, page.blocks)]
+        if now != keys or not kvcached_api.is_unused(self._pool, page):
+            return []
+        self.lost += len(without)
+        self._going.add(page.number)
+        return page.blocks
 
     def _end(self) -> None:
         """Apply a limit as kvcached does, and stop; an error of ours must not end the engine."""

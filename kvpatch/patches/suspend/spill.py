@@ -222,9 +222,9 @@ class Spill:
             found.append(Cached(key, block))
         return tuple(found)
 
-    def more(self, blocks: Iterable[Cached]) -> None:
+    def more(self, keys: Iterable[bytes]) -> None:
         """Take up blocks beside those that are on their way, for the reason that it began with."""
-        for key in dict.fromkeys(key for one in blocks for key in self.chunks.of(one.key)):
+        for key in dict.fromkeys(chunk for one in keys for chunk in self.chunks.of(one)):
             self._added.discard(key)
             if key not in self._flying and (whole := self._whole(key)):
                 self._missing[key] = whole
@@ -357,9 +357,13 @@ class Spill:
         return {*filter(self.holds, keys)}
 
     def keep(self, keys: Iterable[bytes]) -> None:
-        """Let the chunks of blocks that the tier holds be the last that it evicts."""
+        """Let the chunks of blocks be the last that it evicts, where they are in the tier.
+
+        Args:
+            keys: of blocks that are in it, in any chunk; two blocks may have one.
+        """
         chunks = dict.fromkeys(one for key in keys for one in self.chunks.of(key))
-        self.tier.keep(self.tier.held(chunks))
+        self.tier.keep(self.tier.held(chunks) if self.chunks.size > 1 else list(chunks))
 
     def is_partial(self, key: bytes) -> bool:
         """Whether a block is in no chunk that the tier has, or could take in."""

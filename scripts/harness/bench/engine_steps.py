@@ -37,6 +37,10 @@ def _load(name: str, load: str, arms: tuple[str, ...] = PAIRED, **more: Any) -> 
     return {**shared, "name": name, "load": load, "arms": arms, **more}
 
 
+def _shared(name: str, load_steps: int, tails: bool = False) -> Load:
+    return _load(name, "shared", (STATIC, OURS), size=50, load_steps=load_steps, tails=tails)
+
+
 LOADS = (
     _load("giving, busy, half to store", "giving", blocks=65_536, busy=8, cap="-1", tier=0.5),
     _load("giving, busy, all in the tier", "giving", blocks=65_536, busy=8, cap="-1"),
@@ -49,7 +53,9 @@ LOADS = (
     _load("churn, cap 128,000", "churn", cap="128000", blocks=65_536, warm=180),
     _load("churn, cap 1,000,000", "churn", cap="1000000", blocks=131_072, warm=1300, tier=0.25),
     _load("returning", "returning", ALL, size=150),
-    _load("shared prefix", "shared", (STATIC, OURS), size=50),
+    _shared("shared prefix", 1),
+    _shared("shared prefix, slow loads", 50),
+    _shared("shared prefix and own tails, slow loads", 50, tails=True),
 )
 
 

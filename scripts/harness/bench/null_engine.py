@@ -14,7 +14,7 @@ import random
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, ClassVar
 
@@ -22,6 +22,7 @@ Job = dict[str, Any]
 BLOCK, LAYERS, WORKERS = 16, 4, 2  # tokens of a block
 CACHED = 0.9  # of the blocks, before a limit is lowered
 KEPT = 0.1  # of the blocks, by that limit
+OWN = 480  # tokens of a tail
 
 
 def run(job: Job) -> Job:
@@ -43,6 +44,7 @@ class Engine:
         self.elastic = os.environ.get("KVPATCH") == "1"
         self.counts: Counter[str] = Counter()
         self.steps = 0
+        self.load_steps = 1  # in which a load ends
         self.random = random.Random(1)
         self.collected = 0.0  # seconds of this thread in Python's collector
         gc.callbacks.append(self._note_collection)
@@ -137,17 +139,19 @@ class Engine:
         ).create_engine_config()
         return core.EngineCore(config, _null_executor(self, spec, self.blocks), True)
 
-    def add(self, tokens: int, answer: int, seed: int | None = None) -> str:
-        """Let a request arrive; those of one seed have one prompt."""
+    def add(self, tokens: int, answer: int, seed: int | None = None, tail: int = 0) -> str:
+        """Let a request arrive; those of one seed have one prompt, and then a tail of their own."""
         from vllm import SamplingParams
         from vllm.v1.request import Request
 
         self._names += 1
         source = random.Random(self._names if seed is None else seed)
+        own = random.Random(tail)
         parameters = SamplingParams(temperature=0, max_tokens=answer, ignore_eos=True)
         request = Request(
             request_id=f"r{self._names}",
-            prompt_token_ids=[source.randrange(2, 250) for _ in range(tokens)],
+            prompt_token_ids=[source.randrange(2, 250) for _ in range(tokens)]
+            + [own.randrange(2, 250) for _ in range(OWN if tail else 0)],
             sampling_params=parameters,
             pooling_params=None,
             arrival_time=time.time(),
@@ -224,8 +228,8 @@ def _null_executor(engine: Engine, spec: Any, blocks: int) -> Any:
         supports_async_scheduling: ClassVar[Any] = classmethod(lambda _cls: True)
 
         def _init_executor(self) -> None:
-            self.flying: list[int] = []  # copies, which end in the next step
-            self.loaded: set[str] = set()
+            self.now = 0  # steps with the connector's own part
+            self.flying: list[tuple[int, int, str]] = []  # copies: when each ends, and what it is
             self.computed: dict[str, int] = {}
             self.needed: dict[str, int] = {}
             self.outputs: list[Any] = []
@@ -270,14 +274,18 @@ def _null_executor(engine: Engine, spec: Any, blocks: int) -> Any:
         def copy(self, meta: Any) -> Any:
             if meta is None:
                 return None
-            ended, self.flying = self.flying, [*meta.store_jobs, *meta.load_jobs]
-            received, self.loaded = self.loaded, {job.req_id for job in meta.load_jobs.values()}
+            self.now += 1
+            stored, loaded = self.now + 1, self.now + engine.load_steps
+            self.flying += [(stored, number, "") for number in meta.store_jobs]
+            self.flying += [(loaded, number, job.req_id) for number, job in meta.load_jobs.items()]
+            ended = [one for one in self.flying if one[0] <= self.now]
+            self.flying = [one for one in self.flying if one[0] > self.now]
             told = OffloadingWorkerMetadata()
-            for number in ended:
+            for _, number, _ in ended:
                 told.completed_jobs[number] = WORKERS
             return KVConnectorOutput(
                 finished_sending=set(),
-                finished_recving=received,
+                finished_recving={request for _, _, request in ended if request},
                 kv_connector_worker_meta=told if ended else None,
             )
 
@@ -417,26 +425,38 @@ def giving(engine: Engine, job: Job) -> Job:
 
 
 def shared(engine: Engine, job: Job) -> Job:
-    """50 requests at once whose prefix is in the tier, or half of it, against one by itself."""
+    """Requests at once whose prefix is in the tier, against one by itself; or their tails too."""
+    tails = range(1, job["size"] + 1) if job["tails"] else [0] * job["size"]
 
-    def steps_for(count: int) -> int:
+    def steps_for(tails: Sequence[int]) -> list[int]:
         engine.core.reset_prefix_cache()
         for _ in range(3):
             if engine.core.scheduler.has_requests() or engine.in_flight:
                 engine.step()
+        engine.load_steps = job["load_steps"]
         before = engine.steps
-        for _ in range(count):
-            engine.add(3000, 1, seed=7)
-        while engine.core.scheduler.has_unfinished_requests():
+        left = {engine.add(3000, 1, seed=7, tail=tail) for tail in tails}
+        ended = []
+        while left:
             engine.step()
+            gone = left - engine.core.scheduler.requests.keys()
+            ended += [engine.steps - before] * len(gone)
+            left -= gone
             if engine.steps - before > 5000:
                 raise RuntimeError("the requests do not end")
-        return engine.steps - before
+        engine.drain()
+        return ended
 
-    engine.add(3000, 1, seed=7)
-    engine.drain()
-    alone = steps_for(1)
-    return {"alone": alone, "together": steps_for(job["size"]), "requests": job["size"]}
+    for tail in dict.fromkeys(tails):
+        engine.add(3000, 1, seed=7, tail=tail)
+        engine.drain()
+    (alone,), together = steps_for(tails[:1]), steps_for(tails)
+    return {
+        "alone": alone,
+        "median": statistics.median(together),
+        "together": together[-1],
+        "requests": len(together),
+    }
 
 
 def _ms(seconds: float) -> float:

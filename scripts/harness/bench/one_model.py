@@ -71,6 +71,7 @@ class OneModel:
             "start_seconds": round(server.start_seconds or 0.0, 1),
             "device_bytes_held": 0 if arm.elastic else self._size.blocks * BLOCK_BYTES,
             "host_bytes_at_start": server.memory(),
+            "processes": sorted(one.name() for one in server.processes()),
             "settings": known.settings(kind),
         }
         return server

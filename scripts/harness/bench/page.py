@@ -57,6 +57,8 @@ def render(results: Path) -> dict[str, str]:
         figures=list(figures(found)),
         steps=found["steps"],
         steps_rows=list(steps_goals.rows(found["steps"] or {})),
+        limit=(found["suspend"] or {}).get("limit"),
+        processes=_processes(found["host"]),
         runs=[one for name in SHOWN if found[name] for one in runs(name, found[name])],
     )
     return {
@@ -86,6 +88,12 @@ def figures(found: dict[str, Any]) -> Iterator[Figure]:
         if found[file] is not None:
             for row in of(found[file]):
                 yield Figure(*row, file)
+
+
+def _processes(host: Result) -> str:
+    """Return the processes of every arm in words, if they are known and the same."""
+    every = {" ".join(arm.get("processes", ())) for arm in host["one_model"]["arms"].values()}
+    return every.pop() if len(every) == 1 else ""
 
 
 Rows = Iterator[tuple[str, str, str]]

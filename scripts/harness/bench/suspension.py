@@ -4,7 +4,9 @@
     .venv/bin/python scripts/bench-suspend --report bench-results/suspend.json
 
 Servers on the host device with a small model: an engine of each connector, suspended and resumed
-with more and more on the device.
+with more and more on the device (``suspend``); and one whose tier has all that its device has,
+from the order of a lower limit to the last page that is back, by the command and by a controller
+that runs (``limit``). A part that is not measured again is kept.
 """
 
 from __future__ import annotations
@@ -13,11 +15,16 @@ import argparse
 import itertools
 import os
 import statistics
+import subprocess
+import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +33,7 @@ from harness.bench import reports
 from harness.engines.runs import Device, Run, block_bytes, engine_arguments, model_of, prompts
 from harness.engines.serving import eventually, watched
 from harness.serve import Server
-from kvpatch import control
+from kvpatch import claims, control
 
 RESULT = ROOT / "docs/results/suspend.json"
 MIB = 1 << 20
@@ -36,6 +43,8 @@ ON_THE_DEVICE = "vllm:prefix_cache_hits_total"
 KINDS = {"offloading": Run(), "eager": Run(simple="eager"), "lazy": Run(simple="lazy")}
 COUNTS = (6, 18, 54)  # prompts of 20 blocks on the device
 STEPS = 64  # tokens of an answer by which a step is measured
+FILL = 124  # prompts, of 620 MiB, on a device before a limit is lowered
+LEAST = 160 * MIB  # that limit: what 8 requests that run need, and half as much
 Result = dict[str, Any]
 
 
@@ -140,9 +149,87 @@ def suspended(server: Server, name: str, repeats: int) -> Result:
     }
 
 
+def limit(machine: Machine, repeats: int) -> Result:
+    """Lower a limit, idle and busy, by the command and by a controller that runs."""
+    blocks = FILL * 24 + 400
+    run = replace(Run(), blocks=blocks, cpu_blocks=2 * blocks, together=8)
+    found: Result = {"runs": {}}
+    with ExitStack() as stack:
+        here = replace(machine, stack=stack)
+        server, name = here.start(run, here.device(1 << 30))
+        some = prompts(FILL, seed=200)
+        begun = time.perf_counter()
+        server.complete(prompts(1, length=32, max_tokens=STEPS, seed=1)[0])
+        found["step_ms"] = _ms((time.perf_counter() - begun) / STEPS)
+        clients = stack.enter_context(ThreadPoolExecutor(8))
+        command = [str(Path(sys.executable).with_name("kvpatch")), "limit", name, str(LEAST)]
+        # The first time is a warm-up.
+        for number, busy in enumerate([False, *[False, True] * repeats]):
+            for by in ("command", "controller"):
+                engine = control.find(name)
+                engine.limit(blocks * BLOCK)
+                list(clients.map(server.complete, some))
+                running = [
+                    clients.submit(server.complete, prompt)
+                    for prompt in prompts(8, length=64, max_tokens=700, seed=number)
+                    if busy
+                ]
+                time.sleep(1)
+                told = (
+                    partial(subprocess.run, command, check=True, stdout=subprocess.DEVNULL)
+                    if by == "command"
+                    else partial(engine.limit, LEAST)
+                )
+                seen = timeline(engine.name, told)
+                for one in running:
+                    one.result()
+                if number:
+                    found["runs"].setdefault(f"{'busy' if busy else 'idle'}, {by}", []).append(seen)
+    return found
+
+
+def timeline(name: str, told: Callable[[], object]) -> Result:
+    """Return when what was seen in an engine's pool, in milliseconds since it was told a limit."""
+    begun = time.perf_counter()
+    before = size, used = _pool(name)
+    at: dict[str, float] = {}
+    told_by = threading.Thread(target=told)
+    told_by.start()
+    while "last page" not in at and time.perf_counter() - begun < 30:
+        now = time.perf_counter() - begun
+        limit, mapped = _pool(name)
+        if limit != size:
+            at.setdefault("limit in the pool", now)
+        if mapped < used:
+            at.setdefault("first page", now)
+        if mapped <= LEAST:
+            at["last page"] = now
+        time.sleep(0.0005)
+    told_by.join()
+    at["told"] = time.perf_counter() - begun
+    return {"mapped_mib": before[1] // MIB, **{what: _ms(when) for what, when in at.items()}}
+
+
+def _pool(name: str) -> tuple[int, int]:
+    """Return the limit of an engine and what it has mapped, as kvcached has them in /dev/shm."""
+    content = (claims.BASE / name).read_bytes()
+    limit, used, ahead = (
+        int.from_bytes(content[at : at + 8], sys.byteorder, signed=True) for at in (0, 8, 16)
+    )
+    return limit, used + ahead
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1e3, 1)
+
+
+PARTS = {"suspend": suspend, "limit": limit}
+
+
 def main() -> int:
     """Measure, print and write the result."""
     parser = console.parser("scripts/bench-suspend", __doc__ or "")
+    parser.add_argument("--only", choices=PARTS, action="append", help="again for more parts")
     parser.add_argument(
         "--repeats", type=int, default=3, help="of each size (default: %(default)s)"
     )
@@ -156,6 +243,6 @@ def measure(options: argparse.Namespace) -> int:
     command = f"scripts/bench-suspend --repeats {options.repeats}"
     with tempfile.TemporaryDirectory(prefix="kvpatch-bench-") as name, ExitStack() as stack:
         machine = Machine(Path(name), stack)
-        parts = {"suspend": lambda: suspend(machine, options.repeats)}
-        reports.measure(command, parts, None, options.report)
+        parts = {part: partial(run, machine, options.repeats) for part, run in PARTS.items()}
+        reports.measure(command, parts, options.only, options.report)
     return 0
