@@ -14,9 +14,8 @@ NAME = "first limit"  # in the table of what ran
 
 
 def _elsewhere(config: Any, facts: Facts) -> bool:
-    ways = place.ways(config.kv_transfer_config)
     is_set = bool(FIRST_LIMIT.read(facts.environment))
-    return is_set and not admitted.ran_with(NAME, facts.vllm, ways)
+    return is_set and not place.ran_with(NAME, config, facts)
 
 
 RULES = (

@@ -34,8 +34,7 @@ def floor(environment: Mapping[str, str]) -> int:
 
 
 def _other_release(config: Any, facts: Facts) -> bool:
-    ways = place.ways(config.kv_transfer_config)
-    return _pooled(facts) and not admitted.ran_with(NAME, facts.vllm, ways)
+    return _pooled(facts) and not place.ran_with(NAME, config, facts)
 
 
 def _other_tier(config: Any, facts: Facts) -> bool:

@@ -19,6 +19,11 @@ def starts_with(feature: str, config: Any, facts: Facts) -> bool:
     return admitted.admits(feature, facts.vllm, cells(config, facts))
 
 
+def ran_with(name: str, config: Any, facts: Facts) -> bool:
+    """Return whether engines ran with a setting that is no axis, with all of the connectors."""
+    return admitted.ran_with(name, facts.vllm, ways(config.kv_transfer_config))
+
+
 def cells(config: Any, facts: Facts) -> list[str]:
     """Return the names of the cells: one for each connector, and one for MultiConnector."""
     return [cell(config, facts, connector) for connector in ways(config.kv_transfer_config)]

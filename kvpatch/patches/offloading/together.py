@@ -116,9 +116,8 @@ def turned_on(config: Any, facts: Facts) -> list[str]:
 
 def _apart(config: Any, facts: Facts) -> Iterator[tuple[str, str]]:
     """Yield the pairs of settings that no engine ran with on this release and connector."""
-    ways = place.ways(config.kv_transfer_config)
     for one, other in combinations(turned_on(config, facts), 2):
-        if not admitted.ran_with(admitted.together(one, other), facts.vllm, ways):
+        if not place.ran_with(admitted.together(one, other), config, facts):
             yield one, other
 
 
