@@ -9,19 +9,17 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from kvpatch import claims, control, private
+from kvpatch import claims, control
 from kvpatch.balance.records import Engine
 from kvpatch.control import client, protocol
 from kvpatch.telemetry import reader
 
 PATIENCE = 2.0  # seconds for an engine to say what it needs
-TOGETHER = 16  # engines that are asked at a time
 NEVER = -1  # in place of when an engine was born, if it has never answered
 
 
@@ -57,17 +55,10 @@ def look(before: Mapping[str, Found]) -> dict[str, Found]:
     Raises:
         private.Unsafe: the folder of their sockets is another user's, or open to others.
     """
-    home = protocol.folder()
-    try:
-        private.check_folder(home)
-        paths = sorted(home.glob("*.sock"))
-    except FileNotFoundError:
-        return {}
     hits = found_tokens()
     by_path = {one.handle.path: one for one in before.values() if one.handle is not None}
-    with ThreadPoolExecutor(min(TOGETHER, max(1, len(paths)))) as pool:
-        seen = pool.map(lambda path: _one(path, by_path.get(path), hits), paths)
-        return {one.engine.name: one for one in seen if one is not None}
+    seen = client.of_each(lambda path: _one(path, by_path.get(path), hits))
+    return {one.engine.name: one for one in seen if one is not None}
 
 
 def _one(path: Path, before: Found | None, hits: Mapping[str, int]) -> Found | None:

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from kvpatch import private
 from kvpatch.control import protocol
@@ -21,6 +21,7 @@ TOGETHER = 64  # engines that are asked at a time
 ANSWERS = 5.0  # seconds in which an engine's thread of its own answers, however busy the engine is
 SILENT = 60.0  # seconds without a line, of which that thread sends several each second
 Tell = Callable[[dict[str, Any]], None]
+T = TypeVar("T")
 
 
 class Refused(RuntimeError):
@@ -291,17 +292,26 @@ def every() -> tuple[list[Engine], list[Silent]]:
     Raises:
         private.Unsafe: the folder of their sockets is another user's, or open to others.
     """
+    asked = list(of_each(_at))
+    found = [one for one in asked if isinstance(one, Engine)]
+    silent = [one for one in asked if isinstance(one, Silent)]
+    return sorted(found, key=lambda engine: engine.name), silent
+
+
+def of_each(ask: Callable[[Path], T]) -> list[T]:
+    """Return what is asked at the sockets of this user's engines, of several at a time.
+
+    Raises:
+        private.Unsafe: their folder is another user's, or open to others.
+    """
     home = protocol.folder()
     try:
         private.check_folder(home)
         paths = sorted(home.glob("*.sock"))
     except FileNotFoundError:
-        return [], []
+        return []
     with ThreadPoolExecutor(min(TOGETHER, max(1, len(paths)))) as pool:
-        asked = list(pool.map(_at, paths))
-    found = [one for one in asked if isinstance(one, Engine)]
-    silent = [one for one in asked if isinstance(one, Silent)]
-    return sorted(found, key=lambda engine: engine.name), silent
+        return list(pool.map(ask, paths))
 
 
 def _at(path: Path) -> Engine | Silent | None:

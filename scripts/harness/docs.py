@@ -32,7 +32,7 @@ from kvpatch.matrix import tables, verdicts
 from kvpatch.matrix.verdicts import Matrix
 from kvpatch.patch import Feature, Gap, Kind, Patch, Seam
 from kvpatch.patches.elastic_memory import regions
-from kvpatch.patches.offloading import rules as offloading
+from kvpatch.patches.offloading import connector_rules, dtype_rules
 from kvpatch.patches.secondary_tiers import rules as tiers
 from kvpatch.refusal import CODES, Basis
 from kvpatch.telemetry import prometheus, series
@@ -253,7 +253,7 @@ def pages(matrix: Matrix) -> dict[str, str]:
         "prefix": prometheus.PREFIX,
         **{"CODES": CODES, "Kind": Kind, "Basis": Basis, "environ": environ, "found": matrix.cells},
         **{"tables": tables, "verdicts": verdicts, "regions": regions, "tiers": tiers},
-        "offloading": offloading,
+        **{"offloading": connector_rules, "dtypes": dtype_rules},
         "npus": matrix.npus,
         "tried": matrix.tried,
         "starts": cuda_starts(),

@@ -26,7 +26,6 @@ from kvpatch import balance, claims, cli, control, private, state
 from kvpatch.balance.options import Options
 from kvpatch.cli import listing
 from kvpatch.control import client, protocol
-from kvpatch.patches.suspend import queue as handing
 from kvpatch.patches.suspend import server
 from kvpatch.patches.suspend.server import Question, Server, follow
 from kvpatch.patches.suspend.suspension import Suspension
@@ -612,7 +611,7 @@ def test_without_engines_the_list_is_empty(capsys):
 def test_a_question_reaches_an_engine_through_vllms_queue():
     engine = SimpleNamespace(input_queue=queue.Queue())
     question = Question({"verb": "resume"})
-    handing.hand_over(engine, question)
+    server.hand_over(engine, question)
     assert engine.input_queue.get_nowait() == (b"wake", question)
 
 

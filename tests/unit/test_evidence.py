@@ -167,6 +167,70 @@ def of_files(folder: Path, text: str) -> units.Tree:
     return units.Tree(folder)
 
 
+def of_modules(folder: Path, **texts: str) -> units.Tree:
+    """A tree of modules of kvpatch with these texts."""
+    of_files(folder, "")
+    for name, text in texts.items():
+        (folder / f"kvpatch/{name}.py").write_text(text)
+    return units.Tree(folder)
+
+
+LOOK = "def look(x):\n    return x + STEP\n"
+STEP = "STEP = 1\n"
+MOVED = {"kvpatch.a:look", "kvpatch.by:by"}
+BY = "from kvpatch.{} import look\n\ndef by():\n    return look(2)\n"
+
+
+@pytest.mark.parametrize(
+    ("after", "changed"),
+    [
+        # A function, what it names and what imports it: none has changed.
+        ({"a": "", "b": STEP + LOOK, "by": BY.format("b")}, set()),
+        # Only one of the two, which the other imports from now on.
+        ({"a": STEP, "b": f"from kvpatch.a import STEP\n{LOOK}", "by": BY.format("b")}, set()),
+        ({"a": f"from kvpatch.b import STEP\n{LOOK}", "b": STEP, "by": BY.format("a")}, set()),
+        # What it was called by, into its module.
+        ({"a": STEP + LOOK + BY.partition("\n\n")[2], "by": ""}, set()),
+        # Another function of that name, or the same one in two modules.
+        ({"a": STEP, "b": f"from kvpatch.c import STEP\n{LOOK}", "by": BY.format("b")}, MOVED),
+        ({"a": "", "b": STEP + LOOK.replace("+", "-"), "by": BY.format("b")}, MOVED),
+        (
+            {"a": "", "b": STEP + LOOK, "c": STEP + LOOK, "by": BY.format("b")},
+            {*MOVED, "kvpatch.a:STEP"},
+        ),
+        # It moved, and what it names has another value.
+        ({"a": "", "b": "STEP = 2\n" + LOOK, "by": BY.format("b")}, {*MOVED, "kvpatch.a:STEP"}),
+    ],
+)
+def test_a_function_that_moved_to_another_module_is_the_same_one(tmp_path, after, changed):
+    before = of_modules(tmp_path / "before", a=STEP + LOOK, by=BY.format("a"))
+    then = {
+        name: unit.digest
+        for one in ("a", "by")
+        for name, unit in before.of_module(f"kvpatch.{one}").items()
+    }
+    assert len(then) == 3
+    one = ages.Ran(CELL, recorded.Run("engine", True, "a file", code(then)))
+    tree = of_modules(tmp_path / "after", **after)
+    found = ages.Evidence([one], ages.Today(tree, {}))
+    assert found.changed(one) == changed
+
+
+def test_a_method_that_changes_while_its_class_moves_is_wanted(tmp_path):
+    before = of_modules(tmp_path / "before", a=SOURCE)
+    then = {name: unit.digest for name, unit in before.of_module("kvpatch.a").items()}
+    del then["kvpatch.a:<body>"]
+    for text, changed in (
+        (SOURCE, set()),
+        (SOURCE.replace("count >", "count >="), {"kvpatch.b:Keeper.turn"}),
+    ):
+        tree = of_modules(tmp_path / f"after{len(text)}", b=text)
+        one = ages.Ran(CELL, recorded.Run("engine", True, "a file", code(then)))
+        found = ages.Evidence([one], ages.Today(tree, {}))
+        assert found.changed(one) == changed
+        assert {wanted.unit for wanted in found.wanted()} == changed
+
+
 def code(executes: Mapping[str, str]) -> recorded.Code:
     units = {"a list": [f"{name} {digest}" for name, digest in executes.items()]}
     return recorded.Code("abc", recorded.bits_of(units["a list"], units), units)
@@ -512,6 +576,13 @@ def test_a_list_of_units_that_a_merge_changed_is_refused(folder, old, new):
     with pytest.raises(HarnessError, match="was changed: scripts/matrix repair"):
         recorded.runs(folder)
     assert len(record.repair()) == 1  # no commit has it
+
+
+def test_a_code_that_names_a_unit_twice_is_refused():
+    units = {"a list": ["kvpatch.m:a 1", "kvpatch.m:a 2"]}
+    twice = recorded.Code("abc", recorded.bits_of(units["a list"], units), units)
+    with pytest.raises(HarnessError, match="names a unit twice"):
+        _ = twice.units
 
 
 def test_a_code_with_the_units_of_another_is_refused(folder):

@@ -12,7 +12,7 @@ from suspend_world import BLOCKS, MOST, PAGE, Shares, World, worlds
 
 from kvpatch import state
 from kvpatch.patches.suspend import giving as module
-from kvpatch.patches.suspend import hooks, queue, simple, watch
+from kvpatch.patches.suspend import hooks, server, simple, watch
 from kvpatch.patches.suspend.giving import Stage
 from kvpatch.patches.suspend.share import AT_REST, LEAST, LONGEST, STORE, Share
 from kvpatch.patches.suspend.spill import cached
@@ -614,7 +614,7 @@ class Watched:
         self.sent: list[Look] = []
         monkeypatch.setattr(watch, "EVERY", 10_000)
         monkeypatch.setattr(watch.time, "monotonic", lambda: self.now)
-        monkeypatch.setattr(queue, "hand_over", lambda engine, look: self.sent.append(look))
+        monkeypatch.setattr(server, "hand_over", lambda engine, look: self.sent.append(look))
         self.world = world
         self.watch = Watch(world, world.giving, idle)
         self.watch.close()

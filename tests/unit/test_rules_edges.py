@@ -31,7 +31,9 @@ from test_rules import (
 from kvpatch import admitted, rules
 from kvpatch.environ import HOST_DEVICE
 from kvpatch.patches.kvcached_adapters.rules import runs_v2
-from kvpatch.patches.offloading.rules import EXPERTS, NEVER_SET, has_tiers
+from kvpatch.patches.offloading.connector_rules import has_tiers
+from kvpatch.patches.offloading.model_rules import EXPERTS
+from kvpatch.patches.offloading.rules import NEVER_SET
 from kvpatch.patches.simple_offload.rules import RULES as SIMPLE_RULES
 from kvpatch.rules import Rule
 

@@ -14,7 +14,7 @@ from suspend_world import Pause, Scheduler, World, worlds
 from kvpatch import admitted, state
 from kvpatch.environ import HOST_POOL, duration
 from kvpatch.patches.offloading import together
-from kvpatch.patches.suspend import hooks, offloading, rules, simple
+from kvpatch.patches.suspend import hooks, offloading, rules, server, simple
 from kvpatch.patches.suspend.giving import Giving
 from kvpatch.patches.suspend.hold import Hold
 from kvpatch.patches.suspend.server import Question
@@ -153,11 +153,11 @@ def test_questions_are_taken_and_vllms_own_requests_passed_on(worlds):
 
     question, look = Question({"verb": "suspend", "plan": True}), Look(rests=False)
     for request in (question, look, b"", None):
-        hooks.around_client_request(handle, world, (b"wake", request), {})
+        server.around_client_request(handle, world, (b"wake", request), {})
     assert passed == [b"", None]
     assert question.said["resident"] == 0
     assert look.taken.is_set()
-    hooks.around_client_request(handle, world, (), {"request_type": 1, "request": "add"})
+    server.around_client_request(handle, world, (), {"request_type": 1, "request": "add"})
     assert passed[-1] == "add"
 
 

@@ -10,7 +10,7 @@ from harness.engines.oracle import Engine
 from harness.engines.pooled import assert_comes_back
 from harness.engines.runs import Run
 from harness.engines.tiers import Serve
-from kvpatch.patches.offloading.rules import POOLED
+from kvpatch.patches.offloading.model_rules import POOLED
 from kvpatch.supported import validated
 from kvpatch.upstream import connectors
 

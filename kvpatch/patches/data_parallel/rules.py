@@ -14,7 +14,7 @@ from typing import Any
 from kvpatch import admitted
 from kvpatch.environ import HOST_POOL, IDLE
 from kvpatch.patches.offloading import place
-from kvpatch.patches.offloading.rules import VALIDATED_CACHE_DTYPES
+from kvpatch.patches.offloading.dtype_rules import VALIDATED_CACHE_DTYPES
 from kvpatch.rules import Rule
 from kvpatch.versions import Facts
 

@@ -28,6 +28,11 @@ def ran_with(name: str, config: Any, facts: Facts) -> bool:
     return admitted.ran_with(name, facts.vllm, ways(config.kv_transfer_config), kind)
 
 
+def ran_beside(name: str, config: Any, facts: Facts) -> bool:
+    """Return whether a setting that is no axis ran with all connectors, of any kind of model."""
+    return admitted.ran_with(name, facts.vllm, ways(config.kv_transfer_config))
+
+
 def cells(config: Any, facts: Facts) -> list[str]:
     """Return the names of the cells: one for each connector, and one for MultiConnector."""
     return [cell(config, facts, connector) for connector in ways(config.kv_transfer_config)]

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from kvpatch import admitted
 from kvpatch.environ import FIRST_LIMIT, HOST_POOL, IDLE
-from kvpatch.patches.offloading import place, rules
+from kvpatch.patches.offloading import dtype_rules, model_rules, place, rules
 from kvpatch.rules import Rule
 from kvpatch.upstream import connectors
 from kvpatch.versions import Facts
@@ -43,17 +43,17 @@ class Setting(NamedTuple):
 
 # By the names of the matrix.
 SETTINGS = {
-    "fp8": Setting(rules.is_fp8, "an fp8 KV cache"),
+    "fp8": Setting(dtype_rules.is_fp8, "an fp8 KV cache"),
     "several ranks": Setting(
         lambda config, facts: (
             config.parallel_config.world_size > 1
             and not _has_stages(config)
-            and not rules.spreads_experts(config)
+            and not model_rules.spreads_experts(config)
         ),
         "tensor parallelism",
     ),
     "expert parallelism": Setting(
-        lambda config, facts: rules.spreads_experts(config), "expert parallelism"
+        lambda config, facts: model_rules.spreads_experts(config), "expert parallelism"
     ),
     "2 stages": Setting(lambda config, facts: _has_stages(config), "pipeline parallelism"),
     "2 engines": Setting(
@@ -64,16 +64,12 @@ SETTINGS = {
         name: Setting(_drafts(method), f"speculative decoding by {method}")
         for method, name in rules.DRAFTING.items()
     },
-    "whole prompts": Setting(
-        lambda config, facts: rules.has_whole_prompts(config), "chunked prefill disabled"
-    ),
+    "whole prompts": Setting(rules.has_whole_prompts, "chunked prefill disabled"),
     "no hybrid manager": Setting(
         rules.has_no_hybrid_manager, "the hybrid KV cache manager disabled"
     ),
-    "store threshold": Setting(
-        lambda config, facts: rules.has_threshold(config), "store_threshold"
-    ),
-    "chunks": Setting(lambda config, facts: rules.has_chunks(config), "chunks of several blocks"),
+    "store threshold": Setting(rules.has_threshold, "store_threshold"),
+    "chunks": Setting(rules.has_chunks, "chunks of several blocks"),
     "no prefix cache": Setting(
         lambda config, facts: not config.cache_config.enable_prefix_caching,
         "the prefix cache disabled",
@@ -120,9 +116,8 @@ def turned_on(config: Any, facts: Facts) -> list[str]:
 
 def _apart(config: Any, facts: Facts) -> Iterator[tuple[str, str]]:
     """Yield the pairs of settings that no engine ran with on this release and connector."""
-    ways = place.ways(config.kv_transfer_config)
     for one, other in combinations(turned_on(config, facts), 2):
-        if not admitted.ran_with(admitted.together(one, other), facts.vllm, ways):
+        if not place.ran_beside(admitted.together(one, other), config, facts):
             yield one, other
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvpatch.environ import TIER_SIZE
-from kvpatch.patches.offloading.rules import has_tiers
+from kvpatch.patches.offloading.connector_rules import has_tiers
 from kvpatch.rules import Rule
 from kvpatch.supported import in_ranges, validated
 from kvpatch.upstream import connectors

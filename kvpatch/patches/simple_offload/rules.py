@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvpatch.patches.offloading.rules import ROUND_TRIP
+from kvpatch.patches.offloading.connector_rules import ROUND_TRIP
 from kvpatch.rules import Rule
 from kvpatch.supported import in_ranges, validated
 from kvpatch.upstream import connectors

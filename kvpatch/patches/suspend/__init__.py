@@ -2,10 +2,9 @@
 
 A verb, such as a limit, reaches an engine so: ``cli`` and ``kvpatch.set_limit`` call
 ``control.client``, which writes a line to the engine's socket; ``server`` reads it on a thread of
-its own and hands it over through vLLM's queue of client requests (``queue``); ``hooks`` takes it on
-the engine's thread, where ``suspension`` does it. A limit goes on to kvcached's pool and to
-``KVCacheManager.resize`` (``upstream.kvcached_api.set_limit``), before which ``giving`` stores what
-has to leave the device.
+its own, hands it over through vLLM's queue of client requests and takes it on the engine's thread,
+where ``suspension`` does it. A limit goes on to kvcached's pool and to ``KVCacheManager.resize``
+(``upstream.kvcached_api.set_limit``), before which ``giving`` stores what has to leave the device.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ FEATURE = feature(
         Row(
             "suspend.question",
             f"{_PROC}._handle_client_request",
-            "hooks:around_client_request(self, request_type, request)",
+            "server:around_client_request(self, request_type, request)",
             "only the engine's own thread may touch its scheduler, and an idle one waits for "
             "its clients",
             "none: a utility call answers a client of vLLM's",

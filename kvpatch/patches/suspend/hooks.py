@@ -13,11 +13,11 @@ from kvpatch.patches.fence.hooks import Fenced
 from kvpatch.patches.suspend import hold, rules
 from kvpatch.patches.suspend.giving import Giving
 from kvpatch.patches.suspend.offloading import OffloadingTier
-from kvpatch.patches.suspend.server import Question, Server
+from kvpatch.patches.suspend.server import Server
 from kvpatch.patches.suspend.simple import SimpleTier
 from kvpatch.patches.suspend.spill import Spill, Tier
 from kvpatch.patches.suspend.suspension import Phase, Suspension
-from kvpatch.patches.suspend.watch import Look, Watch
+from kvpatch.patches.suspend.watch import Watch
 from kvpatch.status import record
 from kvpatch.upstream import connectors, kvcached_api
 
@@ -87,26 +87,6 @@ def before_engine_shutdown(wrapped: Any, instance: Any, args: Any, kwargs: Any) 
     if watch is not None:
         watch.close()
     return wrapped(*args, **kwargs)
-
-
-def around_client_request(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Take a question on the engine's thread.
-
-    Wraps ``EngineCoreProc._handle_client_request(request_type, request)``, in which vLLM ignores
-    what comes with a WAKEUP.
-    """
-    request = argument(args, kwargs, 1, "request")
-    if isinstance(request, Question):
-        suspension = state.find(instance, Suspension)
-        assert suspension is not None
-        request.take(suspension)
-    elif isinstance(request, Look):
-        giving = state.find(instance, Giving)
-        assert giving is not None
-        request.take(giving)
-    else:
-        return wrapped(*args, **kwargs)
-    return None
 
 
 def after_engine_step(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:

@@ -16,10 +16,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from kvpatch import private
+from kvpatch import private, state
 from kvpatch.control import protocol
 from kvpatch.logs import log
-from kvpatch.patches.suspend import queue
+from kvpatch.patch import argument
 from kvpatch.patches.suspend.suspension import Cannot, Phase, Suspension
 from kvpatch.patches.suspend.told import first_limit_bytes
 from kvpatch.process import start_ticks
@@ -35,7 +35,40 @@ LOOKS = 1.0  # seconds between two looks whether the socket is still there
 GRACE = 2.0  # seconds for an engine to give up by itself what takes too long
 
 
-class Question:
+class Handed:
+    """What is on its way to an engine's thread.
+
+    Attributes:
+        taken_by: the class of what takes it there, kept on the ``EngineCore``.
+    """
+
+    taken_by: type
+
+    def take(self, engine: Any) -> None:
+        """Do what is due; on the engine's thread."""
+        raise NotImplementedError
+
+
+def hand_over(engine: Any, what: Handed) -> None:
+    """Let something reach the engine's thread, also while that waits for its clients.
+
+    In vLLM's queue of client requests, which ignores what comes with a WAKEUP.
+    """
+    from vllm.v1.engine import EngineCoreRequestType
+
+    engine.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, what))
+
+
+def around_client_request(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Take what was handed over. Wraps ``EngineCoreProc._handle_client_request(_, request)``."""
+    request = argument(args, kwargs, 1, "request")
+    if not isinstance(request, Handed):
+        return wrapped(*args, **kwargs)
+    request.take(state.find(instance, request.taken_by))
+    return None
+
+
+class Question(Handed):
     """A question on its way to the engine's thread.
 
     Attributes:
@@ -44,6 +77,8 @@ class Question:
         since: when it came, by the monotonic clock.
         said: the outcome, once ``taken`` is set.
     """
+
+    taken_by = Suspension
 
     def __init__(self, asked: dict[str, Any], by: str = "") -> None:
         self.asked = asked
@@ -239,7 +274,7 @@ class Server:
             return  # it was given up while the engine was stopped: others may rely on that by now
         pid = protocol.pid_of(connection)
         question = Question(asked, f" by pid {pid}" if pid else "")
-        queue.hand_over(engine, question)
+        hand_over(engine, question)
         del engine
         while not question.taken.wait(BETWEEN):  # it is in a step
             if self._engine() is None:

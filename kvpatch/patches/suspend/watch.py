@@ -11,20 +11,22 @@ import weakref
 from typing import Any
 
 from kvpatch.logs import log
-from kvpatch.patches.suspend import queue
+from kvpatch.patches.suspend import server
 from kvpatch.patches.suspend.giving import Giving
 from kvpatch.upstream import kvcached_api, kvcached_limits
 
 EVERY = 0.25  # seconds; kvcached's own thread reads the limit ten times a second
 
 
-class Look:
+class Look(server.Handed):
     """Tells the engine's thread that there is something to see.
 
     Attributes:
         rests: nothing was asked of the engine for the time that ``KVPATCH_IDLE`` says.
         taken: set when the engine's thread has seen it.
     """
+
+    taken_by = Giving
 
     def __init__(self, rests: bool) -> None:
         self.rests = rests
@@ -86,4 +88,4 @@ class Watch:
         rests = self._idle is not None and now - giving.busy_at >= self._idle and giving.can_rest
         if rests or giving.lowers or kvcached_api.is_above_limit(giving.manager):
             self._look = Look(rests)
-            queue.hand_over(engine, self._look)
+            server.hand_over(engine, self._look)

@@ -40,7 +40,7 @@ def allow() -> None:
     """Make it one of vLLM's connectors, and a validated one."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    from kvpatch.patches.offloading import rules
+    from kvpatch.patches.offloading import connector_rules
 
     KVConnectorFactory.register_connector("NothingConnector", __name__, "NothingConnector")
-    rules.VALIDATED_INSIDE += ("NothingConnector",)  # type: ignore[assignment]
+    connector_rules.VALIDATED_INSIDE += ("NothingConnector",)  # type: ignore[assignment]

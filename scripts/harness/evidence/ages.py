@@ -96,12 +96,20 @@ class Evidence:
         self.ran = list(ran)
         self.today = today or Today()
         self._changed: dict[int, frozenset[str]] = {}
+        self._units: dict[int, Mapping[str, str]] = {}
+
+    def units(self, one: Ran) -> Mapping[str, str]:
+        """Return the digests of the units that a run executed, by the names they have today."""
+        key = id(one.code)
+        if key not in self._units:
+            self._units[key] = self.today.tree.followed(one.code.units)
+        return self._units[key]
 
     def changed(self, one: Ran) -> frozenset[str]:
         """Return the units that a run executed and that are others today, and rows that came."""
         key = id(one.run)
         if key not in self._changed:
-            then = one.code.units
+            then = self.units(one)
             found = {name for name in then if self.today.digest(name) != then[name]}
             came = {f"{ROW}{patch.id}" for patch in rows(one)} - then.keys()
             acting = {name for name in found | came if _acts(name, one.cell)}
@@ -124,7 +132,7 @@ class Evidence:
         """The units that fresh right runs executed, by level and patch set."""
         found: dict[tuple[str, PatchSet], set[str]] = {}
         for one in self.fresh():
-            found.setdefault((one.run.level, _patch_set(one)), set()).update(one.code.units)
+            found.setdefault((one.run.level, _patch_set(one)), set()).update(self.units(one))
         return found
 
     def fresh(self) -> Iterator[Ran]:
@@ -149,7 +157,7 @@ class Evidence:
             releases = sorted({one.cell.vllm for one in ran}, key=Version)
             for vllm in {releases[0], releases[-1]}:
                 if not any(
-                    one.cell.vllm == vllm and one.run.right and one.code.units.get(name) == digest
+                    one.cell.vllm == vllm and one.run.right and self.units(one).get(name) == digest
                     for one in ran
                 ):
                     missing.add(Wanted(name, vllm))
@@ -166,7 +174,7 @@ class Evidence:
         return found
 
     def _executes(self, one: Ran) -> set[str]:
-        there = {name for name in one.code.units if self.today.digest(name) is not None}
+        there = {name for name in self.units(one) if self.today.digest(name) is not None}
         came = {name for name in self.changed(one) if name.startswith(ROW)}
         return {name for name in there | came if _acts(name, one.cell)}
 

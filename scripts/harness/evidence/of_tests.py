@@ -155,7 +155,7 @@ def unchanged(folder: str) -> Iterator[tuple[str, str]]:
     for path in sorted((ROOT / folder).glob("test_*.py")):
         name = str(path.relative_to(ROOT))
         if (of := recorded["files"].get(name)) is not None:
-            then = _units_of(recorded, of)
+            then = tree().followed(_units_of(recorded, of))
             executed_then = {
                 unit for unit in then if not unit.startswith(("row:", "oracle:", "file:"))
             }

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import ast
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from copy import copy
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from harness import ROOT
@@ -38,6 +40,21 @@ _DEFINES = (ast.Import, ast.ImportFrom, ast.Pass)
 _NATIVE = ("hostdevice/include", "hostdevice/acl", "hostdevice/npu", "ascend/include")
 
 
+class Part(NamedTuple):
+    """One definition of a unit: a property has two, and so has what each of two branches defines.
+
+    Attributes:
+        text: its syntax without words.
+        used: what the names in it stand for, ``module`` or ``module:name``, where that is imported
+            or of its own module.
+        own: those of its own module.
+    """
+
+    text: str
+    used: Mapping[str, str]
+    own: frozenset[str]
+
+
 class Unit(NamedTuple):
     """One unit of a module.
 
@@ -46,12 +63,14 @@ class Unit(NamedTuple):
         lines: the first and the last.
         names: the constants and classes that it names, as units.
         is_function: whether it is executed when it is called; what is named is executed with it.
+        parts: what its digest is of: its definitions.
     """
 
     digest: str
     lines: tuple[int, int]
     names: frozenset[str]
     is_function: bool
+    parts: tuple[Part, ...]
 
 
 Units = dict[str, Unit]
@@ -85,12 +104,72 @@ class Tree:
         name = _module(Path(file.removeprefix("scripts/")))
         made = copy(self)
         made._of = self._of | {name: of_text(name, text)}
+        vars(made).pop("_places", None)
         return made
 
     def get(self, name: str) -> Unit | None:
         """Return the unit of a name, or None if there is none."""
         module = name.partition(":")[0]
         return self.of_module(module).get(name) if module in self.files else None
+
+    def followed(self, then: Mapping[str, str]) -> Mapping[str, str]:
+        """Return digests of units then by the names that they have today, if they have moved.
+
+        What its module no longer has is followed to the one other module with the same code under
+        the same path. It has today's digest, and so has what differs by its import alone. What
+        several modules have is followed to none.
+        """
+        back: dict[str, str] = {}  # by today's name, that of then
+        for old in then:
+            module, _, path = old.partition(":")
+            if "." in module and path != BODY and self.get(old) is None:
+                for new in self._places.get(path, ()):
+                    if new not in then:
+                        back.setdefault(new, old)
+        while back:
+            wrong = [new for new, old in back.items() if self._as_in(new, old, back) != then[old]]
+            often = Counter(back.values())
+            wrong = wrong or [new for new, old in back.items() if often[old] > 1]
+            if not wrong:
+                break
+            for new in wrong:
+                del back[new]
+        if not back:
+            return then
+        moved = {old: new for new, old in back.items()}
+        for old in then.keys() - moved.keys():
+            # A class may have moved with a method that is another one, as if it had not moved.
+            module, _, path = old.partition(":")
+            home, _, owner = moved.get(f"{module}:{path.partition('.')[0]}", "").partition(":")
+            if owner and self.get(new := f"{home}:{path}") is not None:
+                moved[old] = new
+        found = {}
+        for old, digest in then.items():
+            name = moved.get(old, old)
+            same = self._as_in(name, old, back) == digest
+            found[name] = self.of_module(name.partition(":")[0])[name].digest if same else digest
+        return found
+
+    @cached_property
+    def _places(self) -> dict[str, list[str]]:
+        """The units of each path."""
+        found: dict[str, list[str]] = defaultdict(list)
+        for module in self.files:
+            for name in self.of_module(module):
+                found[name.partition(":")[2]].append(name)
+        return found
+
+    def _as_in(self, name: str, old: str, back: Mapping[str, str]) -> str:
+        """Return the digest that a unit would have if what moved, and it, were back in its place.
+
+        Args:
+            name: of the unit.
+            old: its name then.
+            back: the names then of what moved.
+        """
+        unit = self.get(name)
+        home, module = (one.partition(":")[0] for one in (name, old))
+        return "" if unit is None else _of_parts(unit.parts, home, module, back)
 
     def at(self, file: str, line: int) -> str:
         """Return the innermost unit that has a line of a file, empty for none."""
@@ -159,13 +238,13 @@ def of_text(module: str, text: str) -> Units:
     def add(path: str, node: Any, is_function: bool) -> None:
         names = frozenset(_named(node, module, imported, own))
         name = f"{module}:{path}"
-        digest = _digest(node, imported)
+        parts: tuple[Part, ...] = (_part(node, module, imported, own),)
         lines = (_first(node), node.end_lineno)
         if name in found:  # a property and its setter, or one of two branches
-            digest = hashlib.sha256((found[name].digest + digest).encode()).hexdigest()[:8]
+            parts = found[name].parts + parts
             lines = found[name].lines[0], lines[1]
             names |= found[name].names
-        found[name] = Unit(digest, lines, names, is_function)
+        found[name] = Unit(_of_parts(parts, module, module), lines, names, is_function, parts)
 
     def walk(body: Iterable[ast.stmt], prefix: str) -> None:
         for node in body:
@@ -256,10 +335,42 @@ def _named(node: ast.AST, module: str, imported: dict[str, str], own: set[str]) 
                 yield f"{imported[one.value.id].replace(':', '.')}:{one.attr}"
 
 
-def _digest(node: ast.AST, imported: dict[str, str]) -> str:
+def _part(node: ast.AST, module: str, imported: Mapping[str, str], own: set[str]) -> Part:
     bare = _Bare().visit(ast.parse(ast.unparse(node)))
-    used = {one.id for one in ast.walk(bare) if isinstance(one, ast.Name)} & imported.keys()
-    text = ast.dump(bare) + "".join(f"\n{name}={imported[name]}" for name in sorted(used))
+    named = {one.id for one in ast.walk(bare) if isinstance(one, ast.Name)}
+    mine = frozenset(named & own - imported.keys())
+    used = {
+        name: imported.get(name, f"{module}:{name}") for name in sorted(named & {*own, *imported})
+    }
+    return Part(ast.dump(bare), used, mine)
+
+
+def _of_parts(
+    parts: Iterable[Part], home: str, module: str, back: Mapping[str, str] = MappingProxyType({})
+) -> str:
+    """Return the digest that a unit would have in a module, with what is imported there.
+
+    Args:
+        parts: of the unit.
+        home: the module that it is in.
+        module: that module.
+        back: where what its names stand for would be.
+    """
+    digest = ""
+    for part in parts:
+        text = part.text
+        for name, now in part.used.items():
+            there = back.get(now, now)
+            # A package may import a module of its own, which is imported all the same.
+            has_moved = name in part.own or there != now or module != home
+            if not (has_moved and there == f"{module}:{name}"):
+                text += f"\n{name}={there}"
+        made = _short(text)
+        digest = _short(digest + made) if digest else made
+    return digest
+
+
+def _short(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 

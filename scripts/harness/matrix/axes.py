@@ -16,7 +16,9 @@ from kvpatch import admitted
 from kvpatch.admitted import HYBRID, LATENT
 from kvpatch.environ import FIRST_LIMIT, HOST_POOL, IDLE
 from kvpatch.matrix.verdicts import LAYOUTS, NONE, RUNNERS, Cell
-from kvpatch.patches.offloading.rules import DRAFTING, EXPERTS, SELF_DESCRIBING, STAGES
+from kvpatch.patches.offloading.connector_rules import SELF_DESCRIBING
+from kvpatch.patches.offloading.model_rules import EXPERTS
+from kvpatch.patches.offloading.rules import DRAFTING, STAGES
 
 
 @dataclass(frozen=True)

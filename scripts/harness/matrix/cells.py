@@ -38,7 +38,8 @@ from harness.models import IMAGE
 from kvpatch import patches
 from kvpatch.environ import FIRST_LIMIT, HOST_POOL
 from kvpatch.matrix.verdicts import NONE, Cell
-from kvpatch.patches.offloading.rules import SELF_DESCRIBING, STAGES
+from kvpatch.patches.offloading.connector_rules import SELF_DESCRIBING
+from kvpatch.patches.offloading.rules import STAGES
 from kvpatch.pool import ledger
 from kvpatch.upstream import connectors
 

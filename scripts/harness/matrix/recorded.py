@@ -63,7 +63,7 @@ class Code:
         """The digests of the units that were executed, by name.
 
         Raises:
-            HarnessError: they are others than those that were recorded.
+            HarnessError: they are others than those that were recorded, or one is there twice.
         """
         found = named(self.bits, self.lists)
         if self.key and self.key != key_of(self.commit, self.installed, found):
@@ -71,7 +71,12 @@ class Code:
                 f"the units of the code {self.key} of {DATA} are not those that it was recorded "
                 "with: take its lines whole from the commit that recorded it"
             )
-        return dict(one.split(" ") for one in found)
+        units = dict(one.split(" ") for one in found)
+        if len(units) < len(found):
+            raise HarnessError(
+                f"the code {self.key} of {DATA} names a unit twice, with two digests: {_REPAIR}"
+            )
+        return units
 
     @property
     def patches(self) -> frozenset[str]:

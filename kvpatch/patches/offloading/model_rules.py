@@ -1,0 +1,165 @@
+"""Models that are refused with any of vLLM's connectors, and experts over several ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvpatch import admitted
+from kvpatch.patches.offloading import place
+from kvpatch.patches.offloading.connector_rules import has_tiers
+from kvpatch.rules import Rule
+from kvpatch.supported import in_ranges, is_validated, validated
+from kvpatch.upstream import connectors
+from kvpatch.versions import Facts, Span
+
+# Experts over several ranks: the name of their runs, by whether each rank has experts of its own.
+EXPERTS = {False: "experts", True: "expert parallelism"}
+SEVERAL_RANKS = "2 ranks"  # of tensor parallelism, by the name of its cells
+_RANKS = (place.ALONE, SEVERAL_RANKS)
+# Where models that are run for their pooled states were compared. SimpleCPUOffloadConnector of
+# earlier releases stores nothing of a request that ends in its first step.
+POOLED = {connectors.OFFLOADING: Span("0.28"), connectors.SIMPLE: Span("0.30")}
+_POOLED = (
+    " or ".join(f"with {one} on vLLM {in_ranges(validated(at))}" for one, at in POOLED.items())
+    + ", of full attention, with one rank and no secondary tiers"
+)
+
+
+def _latent(config: Any, facts: Facts) -> bool:
+    """Return whether a model has latent attention, where that did not run.
+
+    Those of hybrid models are refused with these.
+    """
+    if place.kind_of(config.model_config) != place.LATENT:
+        return False
+    if getattr(getattr(config.model_config, "hf_text_config", None), "index_topk", None):
+        return True  # an indexer, whose keys are in a group of their own
+    return not _ran_on_ranks(config, facts)
+
+
+def _hybrid(config: Any, facts: Facts) -> bool:
+    """Return whether a model is hybrid, where that did not run; none with latent attention did."""
+    model = config.model_config
+    return place.is_hybrid(model) and (model.use_mla or not _ran_on_ranks(config, facts))
+
+
+def _ran_on_ranks(config: Any, facts: Facts) -> bool:
+    """Return whether a kind of model ran alone, or on several ranks if the configuration has."""
+    several = config.parallel_config.world_size > 1
+    return place.starts_with(SEVERAL_RANKS if several else place.ALONE, config, facts)
+
+
+def _pooling(config: Any, facts: Facts) -> bool:
+    """Return whether a model is run for its pooled states, where that did not run."""
+    model = config.model_config
+    span = POOLED.get(config.kv_transfer_config.kv_connector)
+    return getattr(model, "runner_type", "") == "pooling" and not (
+        span is not None
+        and is_validated(facts.vllm, span)
+        and place.kind_of(model) == place.FULL
+        and config.parallel_config.world_size == 1
+        and not has_tiers(config)
+    )
+
+
+def spreads_experts(config: Any) -> bool:
+    """Return whether each rank has experts of its own; of several engines KVP374 says it."""
+    parallel = config.parallel_config
+    return getattr(parallel, "enable_expert_parallel", False) and parallel.tensor_parallel_size > 1
+
+
+def _has_experts(model: Any) -> bool:
+    """Return whether a layer has experts; vLLM counts those that config.json names."""
+    text = getattr(model, "hf_text_config", None)
+    dense = getattr(text, "first_k_dense_replace", None) or 0
+    return getattr(model, "is_moe", False) and dense < getattr(text, "num_hidden_layers", dense + 1)
+
+
+def _experts(config: Any, facts: Facts) -> bool:
+    """Return whether ranks divide experts among them in a way that did not run."""
+    ranks = config.parallel_config.tensor_parallel_size
+    divided = ranks > 1 and _has_experts(config.model_config)
+    apart = spreads_experts(config)
+    return (divided or apart) and not place.ran_beside(EXPERTS[apart], config, facts)
+
+
+def _two_block_sizes(config: Any, facts: Facts) -> bool:
+    """Return whether blocks of windows have more tokens than those of full attention.
+
+    As in Gemma 4, whose heads of full attention are larger, where kvcached gives all blocks the
+    same bytes.
+    """
+    text = getattr(config.model_config, "hf_text_config", None)
+    return (
+        not facts.contiguous
+        and bool(getattr(text, "global_head_dim", None))
+        and bool(connectors.offloading(config.kv_transfer_config))
+    )
+
+
+def _model(config: Any, facts: Facts) -> str:
+    return f"a KV connector is configured for {config.model_config.architecture}"
+
+
+RULES = (
+    Rule(
+        "KVP356",
+        "models whose heads have two sizes (Gemma 4) on memory that is not contiguous, before vLLM "
+        "0.30",
+        _two_block_sizes,
+        "kvcached's memory is not contiguous and the heads of this model have two sizes",
+        "a load that ends within a block of a window ends the engine",
+        "leave KVCACHED_CONTIGUOUS_LAYOUT unset, or install vLLM 0.30 or later",
+        only_in=Span("0", "0.30"),
+    ),
+    Rule(  # before the next rule: on a CPU vLLM disables the prefix cache for these models
+        "KVP305",
+        "offloading of models with latent attention (MLA)"
+        + admitted.but(*_RANKS, model=place.LATENT),
+        _latent,
+        _model,
+        "latent attention is validated "
+        + admitted.where(*_RANKS, model=place.LATENT)
+        + ", and with an indexer (index_topk) nowhere: plain vLLM's CPU build ends with `Sparse "
+        "Attention is not supported on CPU`",
+        "use one of these, or run this model without a KV connector",
+    ),
+    Rule(
+        "KVP311",
+        "offloading of hybrid models" + admitted.but(*_RANKS, model=place.HYBRID),
+        _hybrid,
+        _model,
+        "hybrid models are validated " + admitted.where(*_RANKS, model=place.HYBRID),
+        "use one of these, or run this model without a KV connector",
+    ),
+    Rule(
+        "KVP331",
+        "offloading of encoder-decoder models",
+        lambda config, facts: (
+            config.model_config is not None and config.model_config.is_encoder_decoder
+        ),
+        _model,
+        "encoder-decoder models are not validated",
+        "run this model without a KV connector",
+    ),
+    Rule(
+        "KVP361",
+        f"offloading of pooling models, except {_POOLED}",
+        _pooling,
+        lambda config, facts: f"{_model(config, facts)}, which is run for its pooled states",
+        f"that is validated {_POOLED} only",
+        "use one of these so, or run this model without a KV connector",
+    ),
+    Rule(
+        "KVP389",
+        "offloading of a model of experts over several ranks, except where engines ran",
+        _experts,
+        lambda config, facts: (
+            "a KV connector is configured with experts over several ranks"
+            + (" and expert parallelism" if spreads_experts(config) else "")
+        ),
+        f"it is validated {admitted.with_connectors(EXPERTS[False])}, and with expert parallelism "
+        f"{admitted.with_connectors(EXPERTS[True])}",
+        "take a release and connector with which it is validated",
+    ),
+)
