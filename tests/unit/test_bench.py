@@ -304,9 +304,9 @@ def test_a_run_of_steps_goes_on_with_what_its_code_has(
         return SimpleNamespace(returncode=changed)
 
     monkeypatch.setattr(engine_steps.subprocess, "run", run)
-    output, rows = tmp_path / "steps.json", [{"load": "waves"}]
+    rows = [{"load": "waves", "commit": "abc, changed", "before": "b"}]
+    output = tmp_path / "steps.json"
     assert engine_steps.begun(output, before) == []
-    found = {"commit": "abc, changed", "before": "b", "rows": rows}
-    output.write_text(json.dumps(found))
+    output.write_text(json.dumps({"commit": "def", "before": "b", "rows": rows}))
     assert engine_steps.begun(output, before) == rows[:kept]
-    assert asked[0][5] == "abc"
+    assert not before or asked[0][5] == "abc", "a row is of the commit that it was measured at"

@@ -114,12 +114,19 @@ def begun(output: Path, before: str) -> list[Load]:
     """Return the loads that were measured before, of the same kvpatch."""
     if not output.exists():
         return []
-    found = json.loads(output.read_text())
-    since = found["commit"].removesuffix(provenance.CHANGED)
+    return [
+        row
+        for row in json.loads(output.read_text())["rows"]
+        if row["before"] == before and _has_this_kvpatch(row["commit"])
+    ]
+
+
+def _has_this_kvpatch(commit: str) -> bool:
+    since = commit.removesuffix(provenance.CHANGED)
     changed = subprocess.run(
         ["git", "-C", str(ROOT), "diff", "--quiet", since, "--", "kvpatch/*.py"], check=False
     )
-    return list(found["rows"]) if found["before"] == before and not changed.returncode else []
+    return not changed.returncode
 
 
 def main(arguments: list[str]) -> int:
@@ -149,7 +156,8 @@ def main(arguments: list[str]) -> int:
                 for arm in arms if repeat % 2 == 0 else reversed(arms):
                     found[arm].append(measure(arm, load, model, before))
                     print(f"{load['name']}: {arm}: {found[arm][-1]}", flush=True)
-            rows.append({"load": load["name"], "blocks": load["blocks"], "arms": found})
+            row = {"load": load["name"], "blocks": load["blocks"], "arms": found}
+            rows.append({**row, "commit": head["commit"], "before": chosen.before})
             provenance.write({**head, "before": chosen.before, "rows": rows}, output)
     print(f"written to {output}")
     return 0
