@@ -21,7 +21,8 @@ LEGEND = (
 
 RANKS = (
     "with tensor parallelism: full attention and sliding windows, with any number of ranks, where "
-    "they are validated above; other models where a line above has 2 ranks"
+    "they are validated above by themselves; other models where a line above has 2 ranks; with "
+    "another setting, fp8 for one, only where the pair is below (else KVP376)"
 )
 TOGETHER = (
     "settings that start together, by connector; three where each pair of them does (KVP376); host "
