@@ -12,7 +12,8 @@ import importlib
 import os
 import sys
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from difflib import get_close_matches
+from typing import Any, NamedTuple
 
 from kvpatch import bootstrap
 from kvpatch.environ import SWITCH
@@ -56,9 +57,23 @@ def operator_environment() -> dict[str, str]:
     return environment
 
 
+class Parser(argparse.ArgumentParser):
+    """A parser whose subcommands say themselves, with a near one, which option they do not know."""
+
+    def parse_known_args(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the options; what is left over is an error of the subcommand that has it."""
+        options, rest = super().parse_known_args(*args, **kwargs)
+        if rest:
+            word = rest[0].partition("=")[0]
+            near = get_close_matches(word, self._option_string_actions, n=1, cutoff=0.7)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            self.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
+        return options, rest
+
+
 def parser(configured: Collection[Command]) -> argparse.ArgumentParser:
     """Return the parser of the command line; only the modules of ``configured`` are imported."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="kvpatch", description="vLLM's KV offloading on kvcached's elastic KV memory."
     )
     parser.add_argument("--version", action="version", version=f"kvpatch {VERSION}")

@@ -123,6 +123,7 @@ def run(options: argparse.Namespace) -> int:
         parts.append(on_device(models, device, left, page, beyond))
     print("\n\n".join(parts))
     print("\ncommands\n" + "\n".join(f"  {printable(one)}" for one in commands))
+    print("whether it would start: kvpatch doctor -- vllm serve MODEL ...")
     return 0
 
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 OFFLOADING = "OffloadingConnector"
 SIMPLE = "SimpleCPUOffloadConnector"
 MULTI = "MultiConnector"
+CPU_SPEC = "CPUOffloadingSpec"  # of an OffloadingConnector that names none
 
 
 class Leaf(NamedTuple):
@@ -33,9 +34,12 @@ class Leaf(NamedTuple):
         """What is configured as the list of its secondary tiers; None where vLLM reads none."""
         if self.name == SIMPLE:
             return None
-        if self.extra.get("spec_name", "CPUOffloadingSpec") == "CPUOffloadingSpec":
-            return None
-        return self.extra.get("secondary_tiers")
+        return None if self.spec == CPU_SPEC else self.extra.get("secondary_tiers")
+
+    @property
+    def spec(self) -> str:
+        """The name of its spec, where it is an OffloadingConnector."""
+        return str(self.extra.get("spec_name", CPU_SPEC))
 
 
 def leaves(transfer: Any) -> list[Leaf]:

@@ -43,6 +43,24 @@ def test_nothing_asked_for_is_answered_with_the_help(run):
     assert all(command.help in done.err for command in cli.COMMANDS)
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["size", "x", "--teir", "64"],
+            "kvpatch size: error: unrecognized arguments: --teir 64; did you mean --tier?",
+        ),
+        (["status", "--jsno=1"], "; did you mean --json?"),
+        (["list", "--nothing-like-it"], "unrecognized arguments: --nothing-like-it\n"),
+    ],
+)
+def test_an_option_that_a_subcommand_has_not(capsys, words, said):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(words)
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
 def test_verify_of_a_command_that_is_not_there_leaves_nothing(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from kvpatch import admitted, distributions
 from kvpatch.patches.offloading import place
 from kvpatch.rules import Rule
 from kvpatch.supported import in_ranges, validated
-from kvpatch.upstream import connectors
+from kvpatch.upstream import connector_keys, connectors
 from kvpatch.versions import Facts, Span, in_words
 
 VALIDATED_CONNECTORS = (connectors.OFFLOADING, connectors.SIMPLE)
@@ -84,7 +85,7 @@ def _other_specs(config: Any) -> list[str]:
     for leaf in leaves(config):
         if leaf.name == connectors.SIMPLE:  # has no specs and ignores the key
             continue
-        name = leaf.extra.get("spec_name", "CPUOffloadingSpec")
+        name = leaf.spec
         own = name in ("CPUOffloadingSpec", "TieringOffloadingSpec")  # vLLM's, for any path
         if (name, None if own else leaf.extra.get("spec_module_path")) not in VALIDATED_SPECS:
             found.append(name)
@@ -103,6 +104,26 @@ def _describes_events(config: Any) -> bool:
     return any(leaf.extra.get("self_describing_kv_events") for leaf in leaves(config))
 
 
+def _unread_keys(config: Any, facts: Facts) -> str:
+    """Return what to say of keys that vLLM ignores: an operator may count on their effect."""
+    found = [(leaf, key, hint) for leaf in leaves(config) for key, hint in _unread(leaf)]
+    return ", and ".join(
+        f"vLLM {facts.vllm.public} ignores {key} of {leaf.name}'s kv_connector_extra_config: {hint}"
+        for leaf, key, hint in found
+    )
+
+
+def _unread(leaf: connectors.Leaf) -> Iterator[tuple[str, str]]:
+    """Iterate over the keys of a connector that vLLM ignores, and what to do about each."""
+    for key, near in connector_keys.unread(leaf).items():
+        if key != "secondary_tiers":
+            yield key, f"did you mean {near}?" if near else "remove it"
+        elif leaf.name == connectors.SIMPLE:
+            yield key, f"only {connectors.OFFLOADING} has secondary tiers"
+        else:
+            yield key, "it takes spec_name TieringOffloadingSpec beside it"
+
+
 RULES = (
     Rule(
         "KVP365",
@@ -113,6 +134,7 @@ RULES = (
         ),
         "vLLM reads the configuration of one tier, or of one connector, from each of them",
         "write a list, also of a single one, as in [{...}]",
+        warns=_unread_keys,
     ),
     Rule(
         "KVP391",
