@@ -50,6 +50,9 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps([engine.said for engine in found]))
     elif found:
         print(columns([HEAD, *map(line, found)]))
+        lent, borrowed = (sum(one) for one in zip(*map(moved, found), strict=True))
+        if lent or borrowed:
+            print(f"of all: {readable(lent)} lent, {readable(borrowed)} borrowed")
         for engine in found:
             if why_not := engine.said.get("why_not"):
                 print(printable(f"{engine.name} cannot be suspended: {why_not}"))
@@ -58,6 +61,12 @@ def run(options: argparse.Namespace) -> int:
     for one in silent:
         print(printable(one.sentence), file=sys.stderr)
     return 0 if found else 1
+
+
+def moved(engine: Engine) -> tuple[int, int]:
+    """Return the bytes that an engine lent, and those that it borrowed."""
+    limit = int(engine.said.get("limit", 0))
+    return max(0, engine.first - limit), max(0, limit - engine.first)
 
 
 def line(engine: Engine) -> tuple[str, ...]:
@@ -73,7 +82,6 @@ def line(engine: Engine) -> tuple[str, ...]:
         str(said.get("waiting", "")),
         readable(int(said.get("mapped", 0))),
         readable(limit),
-        readable(max(0, engine.first - limit)),
-        readable(max(0, limit - engine.first)),
+        *map(readable, moved(engine)),
     )
     return tuple(map(printable, cells))

@@ -577,7 +577,9 @@ def test_the_commands(engine, capsys):
     answer = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (answer["name"], answer["phase"], answer["limit"]) == ("chat-pool", "runs", 4 * PAGE)
     assert cli.main(["list"]) == 0
-    assert capsys.readouterr().out.rstrip().endswith("  4 MiB  4 MiB  0 B")
+    line, whole = capsys.readouterr().out.splitlines()[1:]
+    assert line.endswith("  4 MiB  4 MiB  0 B")
+    assert whole == "of all: 4 MiB lent, 0 B borrowed"
     assert cli.main(["limit", "chat", "1GiB"]) == 1
     assert "chat: it started with 8 MiB and cannot have more" in capsys.readouterr().err
     assert cli.main(["resume", "nobody", "--json"]) == 1
