@@ -31,6 +31,7 @@ from kvpatch.refusal import VERIFIABLE, VERIFY_IT, Refusal
 from kvpatch.rules import Rule
 from kvpatch.status import Record
 from kvpatch.supported import in_ranges, validated
+from kvpatch.upstream import connector_keys
 from kvpatch.versions import Facts, Installed, Span
 
 ERRORS = Path(__file__).parents[2] / "docs/errors.md"
@@ -1348,3 +1349,16 @@ def test_the_facts_of_an_engine_are_those_of_the_gates_and_of_vllm(process, monk
     here = configuration.facts_of_engine()
     assert (here.vllm, here.device, here.contiguous) == (process.facts.vllm, "xpu", None)
     assert seen == [process.facts.environment]
+
+
+def test_a_key_that_vllm_ignores_is_told(monkeypatch, warned):
+    ignored = {"lazy_ofload": "lazy_offload", "secondary_tiers": "", "mine": ""}
+    monkeypatch.setattr(connector_keys, "unread", lambda leaf: ignored)
+    assert check(config(**simple())) is None
+    (said,) = (one.message for one in warned.records if "ignores" in one.message)
+    assert "ignores lazy_ofload of SimpleCPUOffloadConnector's " in said
+    assert "did you mean lazy_offload?" in said
+    assert "only OffloadingConnector has secondary tiers" in said
+    assert said.endswith(
+        "ignores mine of SimpleCPUOffloadConnector's kv_connector_extra_config: remove it"
+    )
