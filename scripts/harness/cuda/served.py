@@ -81,6 +81,18 @@ def answers(client: httpx.Client, number: int) -> list[tuple[list[int], int]]:
     return found
 
 
+def reset(client: httpx.Client) -> None:
+    """Empty the device's prefix cache, once the copies of its blocks have ended.
+
+    Raises:
+        AssertionError: they do not end.
+    """
+    given_up = time.monotonic() + 60
+    while not client.post("/reset_prefix_cache").raise_for_status().json()["success"]:
+        assert time.monotonic() < given_up, "the prefix cache is not reset"
+        time.sleep(0.05)
+
+
 def serve(
     version: str, *words: str, rounds: list[Round], options: tuple[str, ...] = ()
 ) -> dict[str, Any]:
@@ -123,7 +135,7 @@ def serve(
                     given = answers(client, number)
                     found += [tokens for tokens, _ in given]
                     restored += again * sum(cached for _, cached in given)
-                    client.post("/reset_prefix_cache").raise_for_status()
+                    reset(client)
         finally:
             process.terminate()
             status = process.wait(60)
