@@ -17,11 +17,14 @@ from harness.cuda import campaign, emulated
 
 PARTS = ROOT / "scripts/harness/cuda/parts.py"
 AFTER = "not ordered after aten::fill_.Scalar of stream"
+UNMAPS = "RACE: cuMemUnmap writes at"
+OF_COPY = "not ordered after cuMemcpyBatchAsync of stream"
 READS, WRITES = ("cuMemcpyBatchAsync reads at", AFTER), ("cuMemcpyBatchAsync writes at", AFTER)
 # The release, the part and the row; the complaints without it.
 ROWS = [
     ("0.26.0", "offloading", "offloading.loads_in_order", [WRITES]),
     ("0.20.0", "simple", "simple_offload.copies_in_order", [READS, WRITES]),
+    ("0.32.0", "ended", "simple_offload.shutdown", [(UNMAPS, OF_COPY)]),
 ]
 
 
@@ -49,7 +52,6 @@ def test_a_copy_is_ordered_with_the_row_only(
 
 
 RELEASE = releases.newest_built()
-UNMAPS = "RACE: cuMemUnmap writes at"
 # Without fence.install, kvcached waits for the whole device if scheduling is asynchronous.
 OF_ENGINES = {
     "all rows": {},
@@ -80,7 +82,7 @@ def test_requests_that_end_at_once_are_stored_and_loaded(engines: dict[str, Any]
 @pytest.mark.parametrize("row", ["fence.build", "fence.release"])
 def test_an_engine_without_the_row_unmaps_under_a_copy(engines: dict[str, Any], row: str) -> None:
     assert engines[row]["first complaint"].startswith(UNMAPS), engines[row]
-    assert "not ordered after cuMemcpyBatchAsync of stream" in engines[row]["first complaint"]
+    assert OF_COPY in engines[row]["first complaint"]
 
 
 def test_an_engine_without_the_fence_loads_other_bytes(engines: dict[str, Any]) -> None:

@@ -3,13 +3,15 @@
     python parts.py PART [ROW...]
 
 Work on the stream of the computation writes a block of kvcached's memory, and a connector's own
-copy class copies that block. The rows are taken out before; ``EMU_COMPLAINTS`` has what the device
-says of it. It is run by its path, so that neither the harness nor the checkout's kvpatch is there.
+copy class copies that block, or all memory is unmapped behind such a copy. The rows are taken out
+before; ``EMU_COMPLAINTS`` has what the device says of it. It is run by its path, so that neither
+the harness nor the checkout's kvpatch is there.
 """
 
 from __future__ import annotations
 
 import sys
+import time
 from typing import Any
 
 PAGE = 2 << 20
@@ -57,7 +59,27 @@ def simple() -> None:
     backend.shutdown()
 
 
-PARTS = {part.__name__: part for part in (offloading, simple)}
+def ended() -> None:
+    """A store of SimpleCPUOffloadConnector that is in flight when kvcached unmaps all memory."""
+    import torch
+    from kvcached import vmm_ops
+    from vllm.distributed.kv_transfer.kv_connector.v1 import simple_cpu_offload_connector as simple
+    from vllm.v1.simple_kv_offload import copy_backend, worker
+
+    blocks, tier = memory()
+    connector = object.__new__(simple.SimpleCPUOffloadConnector)
+    connector.worker_handler = handler = worker.SimpleCPUOffloadWorker(None, None, 0)
+    handler._backend = backend = copy_backend.DmaCopyBackend()
+    streams = torch.cuda.Stream(), torch.cuda.Stream()
+    backend.init({"layer": blocks}, {"layer": tier}, blocks.device, *streams)
+    backend.launch_copy([0], [0], True, 0, handler._store_events)
+    while not handler._store_events:
+        time.sleep(0.01)
+    connector.shutdown()
+    vmm_ops.shutdown_kvcached()
+
+
+PARTS = {part.__name__: part for part in (offloading, simple, ended)}
 
 
 def main(part: str, *rows: str) -> None:

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from operator import ne
 from pathlib import Path
@@ -30,6 +31,7 @@ from harness.engines.runs import model_of
 from kvpatch.verify.child import free_port
 
 LIMIT = 400  # seconds of a start
+AT_ONCE = 2  # servers
 MODEL = "served"
 # The model's own dtype is float32, and the profile run is over all sequences.
 OPTIONS = ("--enforce-eager", "--dtype=bfloat16", "--max-num-seqs=4", "--max-model-len=2048")
@@ -72,11 +74,23 @@ def answers(client: httpx.Client, number: int) -> list[tuple[list[int], int]]:
     """Return the tokens of a round's answers, and how many of each prompt's were not computed."""
     found = []
     for prompt in prompts(number):
-        asked = {"model": MODEL, "prompt": prompt, "max_tokens": 12, "temperature": 0}
+        asked = {"model": MODEL, "prompt": prompt, "max_tokens": 4, "temperature": 0}
         said = client.post("/v1/completions", json=asked | {"return_token_ids": True}).json()
         cached = (said["usage"].get("prompt_tokens_details") or {}).get("cached_tokens", 0)
         found.append((said["choices"][0]["token_ids"], cached))
     return found
+
+
+def reset(client: httpx.Client) -> None:
+    """Empty the device's prefix cache, once the copies of its blocks have ended.
+
+    Raises:
+        AssertionError: they do not end.
+    """
+    given_up = time.monotonic() + 60
+    while not client.post("/reset_prefix_cache").raise_for_status().json()["success"]:
+        assert time.monotonic() < given_up, "the prefix cache is not reset"
+        time.sleep(0.05)
 
 
 def serve(
@@ -121,7 +135,7 @@ def serve(
                     given = answers(client, number)
                     found += [tokens for tokens, _ in given]
                     restored += again * sum(cached for _, cached in given)
-                    client.post("/reset_prefix_cache").raise_for_status()
+                    reset(client)
         finally:
             process.terminate()
             status = process.wait(60)
@@ -169,19 +183,32 @@ def main() -> int:
     rounds = campaign.rounds_of(asked.seeds)
     wrong = False
     for version in asked.releases or [releases.newest_built()]:
-        expected = serve(version, rounds=rounds, options=("--plain",))["answers"]
         of_release = {
             "torch": environment.pinned(environment.site_of(version), "torch"),
             "environment bytes": bytes_of(version),
             "commit": provenance.commit(),
         }
-        for name in asked.engines or tiers(Path()):
-            with tempfile.TemporaryDirectory(prefix="kvpatch-cuda-") as folder:
-                row = serve(version, *tiers(Path(folder))[name], rounds=rounds) | of_release
-            row["wrong answers"] = sum(map(ne, row.pop("answers"), expected))
-            print(version, name, json.dumps(row), flush=True)
-            wrong |= bool(row["wrong answers"] or row["complaints"] or not row["restored tokens"])
-            campaign.record({"served": {version: {name: row}}, "lines": lines()})
+        with (
+            tempfile.TemporaryDirectory(prefix="kvpatch-cuda-") as folder,
+            ThreadPoolExecutor(AT_ONCE) as pool,
+        ):
+            plain = pool.submit(serve, version, rounds=rounds, options=("--plain",))
+            words = {
+                name: tiers(Path(folder, name))[name] for name in asked.engines or tiers(Path())
+            }
+            served = {
+                name: pool.submit(serve, version, *more, rounds=rounds)
+                for name, more in words.items()
+            }
+            expected = plain.result()["answers"]
+            for name, one in served.items():
+                row = one.result() | of_release
+                row["wrong answers"] = sum(map(ne, row.pop("answers"), expected))
+                print(version, name, json.dumps(row), flush=True)
+                wrong |= bool(
+                    row["wrong answers"] or row["complaints"] or not row["restored tokens"]
+                )
+                campaign.record({"served": {version: {name: row}}, "lines": lines()})
     return int(wrong)
 
 
