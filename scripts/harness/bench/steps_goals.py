@@ -1,4 +1,4 @@
-"""The goals of giving and of a step's cost, set before anything was changed for them."""
+"""The goals of giving, sharing and a step's cost, set before anything was changed for them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from harness.balancing.arms import LENDING
 from harness.bench.engine_steps import AGAIN, BEFORE, OURS, STATIC
 from harness.bench.reports import word
 
@@ -145,3 +146,29 @@ def rows(found: Result) -> Iterator[Row]:
             "-" if now is None else form.format(now),
             "open" if now is None else word(now <= most),
         )
+
+
+def sharing_rows(found: Result) -> Iterator[tuple[str, str, str, str]]:
+    """Yield the figure, the goal, what is now, and the verdict, of what is simulated on traces."""
+    pool, every = found["pool"]["rows"], found["models"]["rows"]
+    lending = [one for one in every if one["arm"] == LENDING]
+    for what, goal, figure in (
+        ("host pool over fixed halves", 1.0, "over_halves"),
+        ("host pool over one LRU over all blocks", 0.9, "over_one_lru"),
+    ):
+        worst = min(pool, key=lambda one: float(one[figure]))
+        where = f"{' beside '.join(worst['pair'])}, turns of {worst['turn']} s"
+        now = worst[figure]
+        yield f"{what}, least: {where}", f"at least {goal:.2f}x", f"{now:.3f}x", word(now >= goal)
+    for what, goal, figure in (
+        ("eight models, `--lend '*'`: tokens/s over static parts", 1.5, "tokens_over_static"),
+        ("the same over one LRU over all of them", 0.95, "tokens_over_one_lru"),
+    ):
+        now = min(one[figure] for one in lending)
+        yield what, f"at least {goal:.2f}x", f"{now:.3f}x", word(now >= goal)
+    for what, goal, figure in (
+        ("their P90 of the first token over static parts", 0.55, "p90_over_static"),
+        ("that of the model that fares worst", 1.0, "worst_p90_over_static"),
+    ):
+        now = max(one[figure] for one in lending)
+        yield what, f"at most {goal:.2f}x", f"{now:.3f}x", word(now <= goal)
