@@ -289,6 +289,19 @@ def test_readme_quotes_the_result_files(folder):
     assert "on vLLM 0.32.0 and kvcached" in quoted.sections(found)["measured"]
 
 
+def test_what_kvcached_takes_of_a_step_is_no_part_of_the_goal():
+    costs = {"vLLM": 700, "vLLM + offloading": 1000, "kvcached": 1100, "kvcached + kvpatch": 1440}
+    arms_of = {arm: [{"us_per_step": cost}] for arm, cost in costs.items()}
+    figure = "churn: a step over vLLM's with its connector on static memory"
+    (row,) = (
+        row
+        for row in steps_goals.rows({"rows": [{"load": "churn", "arms": arms_of}]})
+        if row[0] == figure
+    )
+    assert row[1].endswith("what kvcached alone adds to vLLM's: 1.45x")
+    assert row[2:] == ("-", "1.44x", "met")
+
+
 def test_the_worst_pair_and_seed_decide_on_a_goal_of_sharing():
     def pair(turn, halves, lru):
         return {"pair": ["a", "b"], "turn": turn, "over_halves": halves, "over_one_lru": lru}
