@@ -6,7 +6,6 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import Any, TypeVar
 from kvpatch import private
 from kvpatch.control import protocol
 from kvpatch.sizes import readable
-from kvpatch.telemetry import reader
 
 TOGETHER = 64  # engines that are asked at a time
 ANSWERS = 5.0  # seconds in which an engine's thread of its own answers, however busy the engine is
@@ -310,6 +308,8 @@ def of_each(ask: Callable[[Path], T]) -> list[T]:
         paths = sorted(home.glob("*.sock"))
     except FileNotFoundError:
         return []
+    from concurrent.futures import ThreadPoolExecutor  # here, because a verb asks one engine
+
     with ThreadPoolExecutor(min(TOGETHER, max(1, len(paths)))) as pool:
         return list(pool.map(ask, paths))
 
@@ -371,6 +371,8 @@ def _unknown(name: str, known: list[Engine], silent: list[Silent]) -> str:
     for one in silent:
         if name == str(one.pid):
             return f"{one.sentence} within {ANSWERS:g} s"
+    from kvpatch.telemetry import reader  # here, because an engine that listens needs no page
+
     named = []
     for seen in reader.all_of(False):
         content = {} if seen.page is None else seen.page.content

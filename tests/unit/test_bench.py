@@ -22,6 +22,7 @@ from harness.bench import (
     pairing,
     plots,
     quoted,
+    steps_goals,
     two_models,
 )
 from harness.bench.one_model import turns
@@ -286,6 +287,46 @@ def test_readme_quotes_the_result_files(folder):
     cycles[quoted.KVPATCH] = [one | {"given_share": 0.875} for one in cycles[quoted.KVPATCH]]
     assert "| kvcached + kvpatch | 87.5% |" in quoted.sections(found)["numbers"]
     assert "on vLLM 0.32.0 and kvcached" in quoted.sections(found)["measured"]
+
+
+def test_what_kvcached_takes_of_a_step_is_no_part_of_the_goal():
+    costs = {"vLLM": 700, "vLLM + offloading": 1000, "kvcached": 1100, "kvcached + kvpatch": 1440}
+    arms_of = {arm: [{"us_per_step": cost}] for arm, cost in costs.items()}
+    figure = "churn: a step over vLLM's with its connector on static memory"
+    (row,) = (
+        row
+        for row in steps_goals.rows({"rows": [{"load": "churn", "arms": arms_of}]})
+        if row[0] == figure
+    )
+    assert row[1].endswith("what kvcached alone adds to vLLM's: 1.45x")
+    assert row[2:] == ("-", "1.44x", "met")
+
+
+def test_the_worst_pair_and_seed_decide_on_a_goal_of_sharing():
+    def pair(turn, halves, lru):
+        return {"pair": ["a", "b"], "turn": turn, "over_halves": halves, "over_one_lru": lru}
+
+    def seed(arm, tokens, lru, p90, worst):
+        of = ("tokens_over_static", "tokens_over_one_lru", "p90_over_static")
+        figures = dict(zip(of, (tokens, lru, p90), strict=True))
+        return {"arm": arm, "worst_p90_over_static": worst} | figures
+
+    models = [
+        seed(steps_goals.LENDING, 1.6, 0.96, 0.5, 0.9),
+        seed(steps_goals.LENDING, 1.4, 0.97, 0.56, 1.0),
+        seed("another", 0.1, 0.1, 9.0, 9.0),
+    ]
+    pool = {"rows": [pair(0, 1.2, 0.9), pair(60, 0.9, 1.1)]}
+    found = list(steps_goals.sharing_rows({"pool": pool, "models": {"rows": models}}))
+    assert [(row[2], row[3]) for row in found] == [
+        ("0.900x", "missed"),
+        ("0.900x", "met"),
+        ("1.400x", "missed"),
+        ("0.960x", "met"),
+        ("0.560x", "missed"),
+        ("1.000x", "met"),
+    ]
+    assert found[0][0].endswith("least: a beside b, turns of 60 s")
 
 
 def test_a_page_without_markers_is_not_written():

@@ -8,6 +8,7 @@ import queue
 import shutil
 import socket
 import stat
+import subprocess
 import sys
 import tempfile
 import threading
@@ -453,6 +454,15 @@ def test_an_engine_that_does_not_answer_is_not_taken_for_another_of_its_model(
     with pytest.raises(control.Refused, match="listens and does not answer within"):
         control.find("stopped")
     assert asked == [protocol.path_of("stopped")]
+
+
+def test_a_verb_imports_nothing_that_asking_one_engine_does_not_need():
+    """An operator, or a script for each of many engines, waits for the command's start."""
+    needless = {"psutil", "kvpatch.telemetry.reader", "subprocess"}
+    here = f"import sys; before = set(sys.modules); import kvpatch.cli.limit; {needless=!r}"
+    code = f"{here}; print(*needless & (set(sys.modules) - before))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
 
 
 def test_all_engines_are_asked_at_the_same_time(monkeypatch):

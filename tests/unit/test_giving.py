@@ -529,6 +529,49 @@ def test_nothing_is_stored_ahead_for_an_engine_without_requests(worlds: Any) -> 
     assert len(world.tier.blocks) == 2 * BLOCKS
 
 
+def test_what_is_stored_ahead_is_taken_up_in_pieces_and_not_in_a_step_that_evicts(
+    worlds: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PIECE", 2)
+    world = filled(worlds)
+    world.giving._share = Shares(pages=1, stores=100)
+    world.add("runs", 28).left = 1000
+    did: list[Any] = []
+    evict, add = world.pool.evict_blocks, world.spill.add
+
+    def adding(blocks: Any) -> None:
+        blocks = list(blocks)
+        did.append(len(blocks))
+        add(blocks)
+
+    monkeypatch.setattr(world.spill, "add", adding)
+    monkeypatch.setattr(world.pool, "evict_blocks", lambda ids: did.append("evicts") or evict(ids))
+    steps = []
+    lower(world, 3)
+    for _ in range(40):
+        did.clear()
+        world.step()
+        steps.append(tuple(did))
+    assert {(2,), ("evicts",)} <= set(steps) <= {(), (0,), (1,), (2,), ("evicts",)}
+
+
+def test_a_lower_limit_is_told_when_it_has_given_something_back(worlds: Any) -> None:
+    """What tells it reads /dev/shm: not in every step of an engine that serves requests."""
+    world = filled(worlds)
+    world.giving._share = Shares(pages=1, stores=100)
+    world.add("runs", 28).left = 1000
+    world.suspension.limit(3 * PAGE)
+    world.manager.reported = world.manager.limit
+    told, given = [], []
+    for _ in range(40):
+        world.step()
+        if not told or told[-1] is not world.suspension.said:
+            told.append(world.suspension.said)
+            given.append(world.giving.given)
+    assert [said["lowers"] for said in told[1:]] == [True] * (len(told) - 2) + [False]
+    assert len(set(given[:-1])) == len(given) - 1, "told again without anything new"
+
+
 def test_a_limit_by_revision_is_refused(worlds: Any) -> None:
     """An allocation would undo it; an engine without a tier has kvcached's own."""
     manager = filled(worlds).manager
@@ -747,11 +790,11 @@ class Clock:
 @pytest.mark.parametrize(
     ("step", "runs", "stores", "pages"),
     [
-        (0.001, True, 15, 3),  # a share is half of what the step and the share before took
-        (0.02, True, 62, 10),  # 2 ms, half for stores
-        (0.06, True, 93, 15),  # a tenth of half of a long step
-        (1.0, True, 156, 25),
-        (0.0, False, 156, 50),
+        (0.001, True, 8, 3),  # a share is half of what the step and the share before took
+        (0.02, True, 31, 10),  # 2 ms, half for stores
+        (0.06, True, 46, 15),  # a tenth of half of a long step
+        (1.0, True, 78, 25),
+        (0.0, False, 78, 50),
     ],
 )
 def test_a_share_is_at_most_as_long_as_its_step(
@@ -773,7 +816,7 @@ def test_a_page_that_takes_longer_than_its_share_is_paid_for_later(
     assert taken[:5] == [1, 0, 0, 0, 1]
     assert share.stores == LEAST
     assert clock.pages(share, False, 0.0, 0.0004) == 13, "what was owed is not paid at rest"
-    assert (AT_REST, LONGEST, STORE, LEAST) == (0.005, 0.002, 16e-6, 8)
+    assert (AT_REST, LONGEST, STORE, LEAST) == (0.005, 0.002, 32e-6, 8)
 
 
 def test_a_share_that_is_not_used_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,6 +47,7 @@ from kvpatch.upstream import kvcached_api, kvcached_limits
 from kvpatch.upstream.kvcached_api import Page
 
 AHEAD = 1024  # blocks; twice what prompts take in a step of 8,192 tokens
+PIECE = AHEAD // 2  # of them, that are taken up in one step; two milliseconds
 TOGETHER = 1024  # blocks that are evicted in one step, about; 3 ms, and one unmap
 # Pages for one limit. Requests that run may map pages as fast as others are given back.
 MOST_PAGES = 640_000
@@ -194,11 +195,12 @@ class Giving:
                 self.stop()
             self._share.begin(runs)
             try:
-                self._go_on(runs)
+                evicted = self._go_on(runs)
             finally:
                 self._share.end()
             if self._limit is not None:
-                self._store_ahead(runs)
+                if not evicted:  # not both in one step
+                    self._store_ahead(runs)
                 self._map_no_more(self._limit)
         except Exception as error:
             if kvcached_limits.must_end(error):
@@ -207,7 +209,8 @@ class Giving:
             self._failed = self._limit
             self._end()
 
-    def _go_on(self, runs: bool) -> None:
+    def _go_on(self, runs: bool) -> bool:
+        """Do a step's share, and return whether pages were evicted in it."""
         wanted = self._limit is not None or self._idle
         if not wanted:  # it was raised again, or a request has come
             if self._storing or self._ready:
@@ -217,14 +220,15 @@ class Giving:
         while self._storing and self._spill.settled(self._storing[0][1]):
             self._ready.append(self._storing.popleft())
         more = wanted and self._take_up(runs)
+        going: list[int] = []
         if self._ready_blocks >= TOGETHER or not more:
-            going: list[int] = []
             while self._ready and len(going) < TOGETHER:
                 going += self._let_go(*self._ready.popleft())
             if going:
                 self._pool.evict_blocks(going)
         if not (more or self._storing or self._ready or self._going):
             self._end()
+        return bool(going)
 
     @property
     def _ready_blocks(self) -> int:
@@ -283,10 +287,12 @@ class Giving:
         if not runs or self._spill.busy:
             return
         keys, taken, unused = self._pool._block_id_to_key, self._taken, self._pool._evictable_blocks
+        added = self._spill.added
         middle = next(islice(unused, AHEAD // 2 + len(taken), None), None)
-        if middle is None or not self._spill.added(keys[middle]):
+        if middle is None or not added(keys[middle]):
             coldest = islice(unused, AHEAD + len(taken))
-            self._spill.add(Cached(keys[block], block) for block in coldest if block not in taken)
+            cold = (Cached(keys[block], block) for block in coldest if block not in taken)
+            self._spill.add(islice((one for one in cold if not added(one.key)), PIECE))
 
     def _let_go(self, page: Page, keys: list[bytes]) -> list[int]:
         """Return the blocks to evict of a page whose stores have completed; none if it is used."""

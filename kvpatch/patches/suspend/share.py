@@ -7,7 +7,7 @@ import time
 LONGEST = 0.002  # seconds of a step, or
 PART = 0.1  # of a step that takes longer
 AT_REST = 0.005  # seconds in which a request that arrives waits
-STORE = 16e-6  # seconds that the store of a block takes the engine's thread, until it has completed
+STORE = 32e-6  # seconds that the store of a block takes the engine's thread, until it has completed
 LEAST = 8  # blocks that are stored in a step
 OWED = 0.1  # seconds at most: a process that was stopped meanwhile does not owe that time
 

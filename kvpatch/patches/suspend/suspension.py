@@ -101,6 +101,7 @@ class Suspension:
         self._mapped_before = 0
         self._limit = 0  # to be given back at the end
         self._seen = 0  # what /dev/shm said when that was taken up: another value is a later wish
+        self._told = 0  # pages that were given back, when that was last told
         self._error = ""
         self._unset = ""  # why the limit is not what it was
         self._tell()
@@ -255,7 +256,7 @@ class Suspension:
     def advance(self) -> None:
         """Go as far as it goes now; called at every step of the engine."""
         try:
-            if self.phase is Phase.RUNS and self.said.get("lowers"):
+            if self.phase is Phase.RUNS and self.said.get("lowers") and self._has_given():
                 self._tell()
             if self._deadline and self.phase in ON_THE_WAY and time.monotonic() > self._deadline:
                 self._time_out()
@@ -268,6 +269,11 @@ class Suspension:
             log.exception("kvpatch: the suspension failed")
             if self.phase is not Phase.RUNS:
                 self._give_up(f"it failed with {type(error).__name__}: {error}")
+
+    def _has_given(self) -> bool:
+        """Whether a lower limit has given something back since it was last told, or is there."""
+        giving = state.find(self._manager, Giving)
+        return giving is None or not giving.lowers or giving.given != self._told
 
     def _pausing(self) -> bool:
         scheduler = self.engine.scheduler
@@ -462,6 +468,7 @@ class Suspension:
         giving = state.find(self._manager, Giving)
         if giving is not None:
             said |= {"lowers": giving.lowers, "evicted_without_copy": giving.lost}
+            self._told = giving.given
         if error:
             said["error"] = error
         if self._unset and self.phase is Phase.RUNS:

@@ -57,6 +57,7 @@ def render(results: Path) -> dict[str, str]:
         figures=list(figures(found)),
         steps=found["steps"],
         steps_rows=list(steps_goals.rows(found["steps"] or {})),
+        sharing_rows=list(steps_goals.sharing_rows(found["sharing"])) if found["sharing"] else [],
         limit=(found["suspend"] or {}).get("limit"),
         processes=_processes(found["host"]),
         runs=[one for name in SHOWN if found[name] for one in runs(name, found[name])],
