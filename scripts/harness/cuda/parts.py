@@ -3,8 +3,9 @@
     python parts.py PART [ROW...]
 
 Work on the stream of the computation writes a block of kvcached's memory, and a connector's own
-copy class copies that block. The rows are taken out before; ``EMU_COMPLAINTS`` has what the device
-says of it. It is run by its path, so that neither the harness nor the checkout's kvpatch is there.
+copy class copies that block, or all memory is unmapped behind such a copy. The rows are taken out
+before; ``EMU_COMPLAINTS`` has what the device says of it. It is run by its path, so that neither
+the harness nor the checkout's kvpatch is there.
 """
 
 from __future__ import annotations
