@@ -103,7 +103,7 @@ class Feature:
         device: the type of device that it starts on; what starts on a GPU does on a CPU too.
         environment: the variables that it sets.
         each: the kinds of model that it runs with one by one, with every connector, where it is no
-            axis.
+            axis; of a pair, what ``PAIRS_OF_KINDS`` says.
     """
 
     name: str
@@ -318,6 +318,18 @@ PAIRS = tuple(
     )
 )
 
+# Of them those that run with kinds of model that start only where they ran.
+PAIRS_OF_KINDS = {
+    HYBRID: tuple(
+        admitted.together(*pair)
+        for pair in (
+            ("chunks", "fp8"),
+            *(("idle", one) for one in ("chunks", "fp8")),
+            *(("first limit", one) for one in ("chunks", "fp8")),
+        )
+    ),
+}
+
 
 # What runs once for each connector.
 TRIED = (
@@ -394,8 +406,9 @@ def _named(name: str) -> Feature:
 
 
 def _both(one: Feature, other: Feature) -> Feature:
+    name = admitted.together(one.name, other.name)
     return Feature(
-        admitted.together(one.name, other.name),
+        name,
         one.settings | other.settings,
         tuple(model for model in one.models if model in other.models),
         one.extra | other.extra,
@@ -404,6 +417,7 @@ def _both(one: Feature, other: Feature) -> Feature:
         max(one.v2_since, other.v2_since, key=Version),
         device="cpu" if "cpu" in (one.device, other.device) else one.device,
         environment=one.environment | other.environment,
+        each=tuple(kind for kind, pairs in PAIRS_OF_KINDS.items() if name in pairs),
     )
 
 
