@@ -208,7 +208,7 @@ FEATURES = (
     ),
 )
 # Settings that are no axis: each runs once for each connector of a release, with one runner, layout
-# and kind of model. The first three are validated alone by tests.
+# and kind of model. The first three are validated alone by tests, but for the kinds in ``each``.
 SETTINGS = (
     Feature(
         "several ranks",
@@ -222,6 +222,7 @@ SETTINGS = (
         ("full attention", "sliding window"),
         since="0.26",
         admitted=False,
+        each=(LATENT, HYBRID),
     ),
     Feature(
         "arc",
@@ -231,6 +232,7 @@ SETTINGS = (
         connectors=("Offloading", "tiering fs", "Multi"),
         since="0.17",
         admitted=False,
+        each=(LATENT, HYBRID),
     ),
     # Blocks of the same tokens that only the images before them tell apart.
     Feature("images", {}, ("full attention",), since="0.28", admitted=False),
@@ -333,6 +335,7 @@ PAIRS_OF_KINDS = {
 
 # What runs once for each connector.
 TRIED = (
+    *("KV events", "arc"),
     "host pool",
     "idle",
     "first limit",
