@@ -285,6 +285,7 @@ SETTINGS = (
             },
             ("full attention",),
             since="0.30" if apart else "0.28",  # before, a CPU's experts choose by themselves
+            each=(LATENT,),
         )
         for apart, name in EXPERTS.items()
     ),
