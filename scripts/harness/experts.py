@@ -1,4 +1,4 @@
-"""A small model of experts with a layer that drafts for it (mtp), of random weights.
+"""Small models of experts, of random weights: one with a layer that drafts for it (mtp).
 
 Beside ``harness.models``, whose recorded runs are of the models as they are there.
 """
@@ -9,19 +9,31 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from harness.models import make_tokenizer
 
-KIND = "experts"
+KIND, LATENT = KINDS = ("experts", "latent experts")
 LAYERS, EXPERTS, SEED = 4, 8, 7
+# Of the attention that vLLM's CPU backend has, as ``harness.models`` has it.
+LATENT_SHAPE = {
+    "kv_lora_rank": 512,
+    "q_lora_rank": None,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 64,
+    "v_head_dim": 64,
+    "n_group": 1,
+    "topk_group": 1,
+}
 
 
-def make_model(folder: Path, kv_heads: int = 4) -> Path:
-    """Write a model of GLM-4.5's architecture into ``folder``.
+def make_model(folder: Path, kind: str = KIND, kv_heads: int = 4) -> Path:
+    """Write a model of ``kind`` into ``folder``.
 
-    Grouped-query attention, one KV cache group; of its layers all but the first have experts, of
-    which each token has two, and one more that all have. Behind the last one is a layer that drafts
-    from the model's last state and the next token.
+    Of its layers all but the first have experts, of which each token has two, and one more that all
+    have. experts: GLM-4.5's architecture, grouped-query attention, one KV cache group; behind the
+    last layer is one that drafts from the model's last state and the next token. latent experts:
+    DeepSeek-V2's, with the attention of ``harness.models``' latent.
 
     Returns:
         ``folder``; nothing is written when the model is already there.
@@ -32,30 +44,36 @@ def make_model(folder: Path, kv_heads: int = 4) -> Path:
     import transformers
 
     folder.mkdir(parents=True, exist_ok=True)
-    config = transformers.Glm4MoeConfig(
-        vocab_size=(make_tokenizer(folder) + 63) // 64 * 64,
-        hidden_size=256,
-        intermediate_size=512,
-        moe_intermediate_size=128,
-        num_hidden_layers=LAYERS + 1,
-        num_attention_heads=8,
-        num_key_value_heads=kv_heads,
-        head_dim=64,
-        max_position_embeddings=16384,
-        initializer_range=0.12,
-        bos_token_id=0,
-        eos_token_id=1,
-        pad_token_id=1,
-        n_routed_experts=EXPERTS,
-        num_experts_per_tok=2,
-        n_shared_experts=1,
-        first_k_dense_replace=1,
-        tie_word_embeddings=False,
-    )
+    shape: dict[str, Any] = {
+        "vocab_size": (make_tokenizer(folder) + 63) // 64 * 64,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "moe_intermediate_size": 128,
+        "num_attention_heads": 8,
+        "max_position_embeddings": 16384,
+        "initializer_range": 0.12,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": 1,
+        "n_routed_experts": EXPERTS,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "tie_word_embeddings": False,
+    }
+    if kind == LATENT:
+        config: Any = transformers.DeepseekV2Config(
+            num_hidden_layers=LAYERS, num_key_value_heads=8, **LATENT_SHAPE, **shape
+        )
+    else:
+        config = transformers.Glm4MoeConfig(
+            num_hidden_layers=LAYERS + 1, num_key_value_heads=kv_heads, head_dim=64, **shape
+        )
     torch.manual_seed(SEED)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.save_pretrained(folder)
-    let_the_last_layer_draft(folder)
+    if kind == KIND:
+        let_the_last_layer_draft(folder)
     return folder
 
 
@@ -86,9 +104,10 @@ def main(*arguments: str) -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--kind", choices=KINDS, default=KIND)
     parser.add_argument("--kv-heads", type=int, default=4)
     given = parser.parse_args(arguments)
-    print(make_model(given.folder, given.kv_heads))
+    print(make_model(given.folder, given.kind, given.kv_heads))
 
 
 if __name__ == "__main__":

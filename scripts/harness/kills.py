@@ -48,6 +48,7 @@ from harness.engines.runs import (
     model_of,
     python_of,
     related,
+    weights_of,
 )
 from harness.engines.serving import Forked
 from harness.serve import workspace
@@ -99,7 +100,7 @@ class Served(Forked):
 
     def __init__(self, folder: Path, run: Run, device: Device, job: dict[str, Any]) -> None:
         folder.mkdir()
-        model, environment = model_of(run.model), device.environ(run)
+        model, environment = weights_of(run), device.environ(run)
         # A worker of its own, which can be killed alone.
         apart = {"distributed_executor_backend": "mp"}
         arguments = engine_arguments(run) | apart | {"max_model_len": 1024}

@@ -16,6 +16,7 @@ from harness.matrix import admission, axes, command, derive, plain, record, reco
 from kvpatch import admitted, supported
 from kvpatch.matrix.verdicts import NONE, Cell
 from kvpatch.patches.offloading import place
+from kvpatch.patches.suspend import rules
 from kvpatch.versions import Facts, Installed
 
 CELL = Cell("0.32.0", "V1", "contiguous", "Offloading", "full attention", "ngram")
@@ -114,6 +115,42 @@ def test_each_kind_of_model_gives_its_memory_back_where_it_ran(ran, table):
     assert admitted.with_connectors("idle") == (
         "on vLLM 0.33.0 with Offloading; hybrid on vLLM 0.33.0 with Simple"
     )
+
+
+@pytest.mark.parametrize(
+    ("feature", "model", "code"),
+    [
+        ("chunks + idle", "hybrid", "KVP376"),
+        ("first limit + fp8", "hybrid", "KVP376"),
+        ("chunks + several ranks", "latent attention", "KVP376"),
+        ("KV events", "latent attention", "KVP376"),
+        ("arc", "hybrid", "KVP376"),
+        ("self-describing events", "hybrid", "KVP377"),
+        ("experts", "latent attention", "KVP389"),
+        ("expert parallelism", "hybrid", "KVP389"),
+    ],
+)
+def test_what_ran_with_full_attention_alone_starts_with_no_other_kind(table, feature, model, code):
+    """Each setting ran with that kind, and both of them with full attention only."""
+    cell = Cell("0.33.0", "V2", "contiguous", "Offloading", model, feature)
+    here = {"0.33.0": [admitted.name_of(*list(vars(cell).values())[1:5])]}
+    of_kind = {"0.33.0": [f"Offloading ({model})"]}
+    alone = dict.fromkeys(("none", "2 ranks", "chunks", "fp8"), here)
+    alone |= dict.fromkeys(("idle", "first limit", "KV events"), of_kind)
+    table(**alone | {feature: {"0.33.0": ["Offloading"]}})
+    assert derive.refusal(cell).code == code
+    table(**alone | {feature: of_kind})
+    assert derive.refusal(cell) is None
+
+
+def test_a_suspension_asks_for_pairs_of_its_kind_of_model(table):
+    cell = Cell("0.33.0", "V2", "contiguous", "Offloading", "hybrid", "chunks")
+    facts, made = Facts(on("0.33.0"), on("0.33.0"), {}, "cuda", True), axes.configuration_of(cell)
+    of_kind = {"0.33.0": ["Offloading (hybrid)"]}
+    table(**{"idle": of_kind, "chunks + idle": {"0.33.0": ["Offloading"]}})
+    assert rules.why_not(made, facts) == "suspending is not validated with chunks of several blocks"
+    table(**{"idle": of_kind, "chunks + idle": of_kind})
+    assert rules.why_not(made, facts) == ""
 
 
 def test_kinds_of_model_that_wait_are_those_of_the_axis():

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from harness.engines import runs
 from harness.engines.plugins import UNTIL_IT_RAN
 from harness.engines.runs import (
     BLOCK,
@@ -403,3 +404,11 @@ def test_plain_vllm_runs_once_for_what_it_has_nothing_of(asked):
 def test_chunks_of_a_pair_have_two_blocks_of_its_own(asked):
     ours = asked(replace(CELL, feature=admitted.together("chunks", "fp8")))[1]
     assert dict(ours.extra)["block_size"] == 2 * block_tokens(ours) == 256
+
+
+def test_experts_of_latent_attention_are_a_model_of_both(asked):
+    experts_of = replace(CELL, vllm="0.33.0", runner="V2", feature="experts")
+    for model, kind in (("full attention", "experts"), ("latent attention", "latent experts")):
+        plain, ours, _ = asked(replace(experts_of, model=model))
+        assert ours.ranks == plain.ranks == 2
+        assert {runs.weights_name(plain), runs.weights_name(ours)} == {kind}

@@ -95,7 +95,7 @@ def _other_specs(config: Any) -> list[str]:
 def _other_keys(config: Any, facts: Facts) -> list[str]:
     """Return the keys of OffloadingConnector's extra config that no engine ran with."""
     keys = [key for leaf in leaves(config) for key in OTHER_KEYS if leaf.extra.get(key)]
-    if not place.ran_beside(SELF_DESCRIBING, config, facts):
+    if not place.ran_with(SELF_DESCRIBING, config, facts):
         keys += ["self_describing_kv_events"] * _describes_events(config)
     return keys
 

@@ -80,7 +80,7 @@ def _experts(config: Any, facts: Facts) -> bool:
     ranks = config.parallel_config.tensor_parallel_size
     divided = ranks > 1 and _has_experts(config.model_config)
     apart = spreads_experts(config)
-    return (divided or apart) and not place.ran_beside(EXPERTS[apart], config, facts)
+    return (divided or apart) and not place.ran_with(EXPERTS[apart], config, facts)
 
 
 def _two_block_sizes(config: Any, facts: Facts) -> bool:

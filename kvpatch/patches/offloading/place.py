@@ -22,15 +22,10 @@ def starts_with(feature: str, config: Any, facts: Facts) -> bool:
 def ran_with(name: str, config: Any, facts: Facts) -> bool:
     """Return whether what is no axis of the matrix ran with a configuration's model and connector.
 
-    Asked of what keeps or gives back the memory of a model's states, each kind of which is its own.
+    A kind of model that starts in its own cells only (``admitted.KINDS``) is asked by itself.
     """
     kind = kind_of(getattr(config, "model_config", None))
     return admitted.ran_with(name, facts.vllm, ways(config.kv_transfer_config), kind)
-
-
-def ran_beside(name: str, config: Any, facts: Facts) -> bool:
-    """Return whether a setting that is no axis ran with all connectors, of any kind of model."""
-    return admitted.ran_with(name, facts.vllm, ways(config.kv_transfer_config))
 
 
 def cells(config: Any, facts: Facts) -> list[str]:

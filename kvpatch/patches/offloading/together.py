@@ -109,33 +109,42 @@ SETTINGS = {
 }
 
 
+# Settings that no rule asks for alone, and the kinds of model that ask for a run with each.
+_ANYWHERE = ("KV events", "arc")
+_KINDS = {place.LATENT: "latent attention", place.HYBRID: "a hybrid model"}
+
+
 def turned_on(config: Any, facts: Facts) -> list[str]:
     """Return the names of the settings that a configuration has."""
     return [name for name, one in SETTINGS.items() if one.has(config, facts)]
 
 
 def _apart(config: Any, facts: Facts) -> Iterator[tuple[str, str]]:
-    """Yield the pairs of settings that no engine ran with on this release and connector."""
-    for one, other in combinations(turned_on(config, facts), 2):
-        if not place.ran_beside(admitted.together(one, other), config, facts):
-            yield one, other
+    """Yield what no engine ran with together here, in words: settings, and one with a model."""
+    found = turned_on(config, facts)
+    for one, other in combinations(found, 2):
+        if not place.ran_with(admitted.together(one, other), config, facts):
+            yield SETTINGS[one].words, SETTINGS[other].words
+    kind = _KINDS.get(place.kind_of(getattr(config, "model_config", None)))
+    for one in found:
+        if kind and one in _ANYWHERE and not place.ran_with(one, config, facts):
+            yield SETTINGS[one].words, kind
 
 
 def _what(config: Any, facts: Facts) -> str:
-    one, other = next(_apart(config, facts))
-    return f"{SETTINGS[one].words} and {SETTINGS[other].words} are configured together"
+    return "{} and {} are configured together".format(*next(_apart(config, facts)))
 
 
 RULES = (
     *rules.RULES,
     Rule(
         "KVP376",
-        "two settings that start alone, on a release and connector with which no engine ran with "
-        "both: [the pairs that did](#pairs-of-settings)",
+        "two settings that start alone, on a release and connector, and with a kind of model, with "
+        "which no engine ran with both: [the pairs that did](#pairs-of-settings)",
         lambda config, facts: next(_apart(config, facts), None) is not None,
         _what,
-        "on this release and with this connector each of them is validated, and both together are "
-        "not",
+        "on this release, with this connector and kind of model each of them is validated, and "
+        "both together are not",
         "turn one of them off, or take a release and connector that both ran with "
         "(docs/support.md, Pairs of settings)",
         last=True,

@@ -70,12 +70,11 @@ def _simple_in_a_pool(config: Any, facts: Facts) -> bool:
 
 def _why_it_did_not_run(config: Any, facts: Facts | None) -> str:
     """Return why no engine of this kind was suspended with what this one has turned on."""
-    ways = place.ways(config.kv_transfer_config)
     if facts is None or not place.ran_with(NAME, config, facts):
         return f"suspending is validated {admitted.with_connectors(NAME)} only"
     for beside in together.turned_on(config, facts):
         both = admitted.together(NAME, beside)
-        if beside not in _OWN and not admitted.ran_with(both, facts.vllm, ways):
+        if beside not in _OWN and not place.ran_with(both, config, facts):
             return f"suspending is not validated with {together.SETTINGS[beside].words}"
     return ""
 

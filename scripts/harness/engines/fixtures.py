@@ -26,6 +26,7 @@ from harness.engines.runs import (
     load,
     model_of,
     prompts,
+    weights_of,
 )
 from harness.engines.tiers import APART, Serve
 from harness.evidence import executed
@@ -118,7 +119,7 @@ def engine(
 def job_of(wanted: Run) -> dict[str, Any]:
     """What the driver is told for a run."""
     return {
-        "model": str(model_of(wanted.model, wanted.kv_heads, wanted.vllm)),
+        "model": str(weights_of(wanted)),
         "engine": engine_arguments(wanted),
         "rounds": [load("whole" if wanted.events else name) for name in wanted.rounds],
         "events": wanted.events,

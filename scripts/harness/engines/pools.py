@@ -14,7 +14,7 @@ from harness.engines.runs import (
     Run,
     block_bytes,
     engine_arguments,
-    model_of,
+    weights_of,
 )
 from kvpatch.environ import HOST_POOL
 from kvpatch.pool import ledger
@@ -38,7 +38,7 @@ class Pooled(Driver):
         self, device: Device, folder: Path, run: Run, watch: bool = True, **engine: Any
     ) -> None:
         job = {
-            "model": str(model_of(run.model, run.kv_heads, run.vllm)),
+            "model": str(weights_of(run)),
             "engine": engine_arguments(run) | engine,
             "watch": watch,
         }

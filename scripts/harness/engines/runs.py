@@ -58,6 +58,7 @@ class Run:
     """One engine run, hashable so that tests that need the same one share it."""
 
     model: str = "llama"
+    experts: bool = False  # in its layers; a model of latent attention can have them
     kv_heads: int = 4
     vllm: str = ""  # a release with an environment of its own; empty: the one in .venv
     runner: str = "v1"
@@ -158,11 +159,20 @@ def model_of(kind: str, kv_heads: int = 4, vllm: str = "") -> Path:
     by = vllm if vllm and Version(vllm) < TRANSFORMERS_5 else ""
     path = cache_of(by) / f"models-{model_cache.recipe()}" / f"{kind}-{kv_heads}"
     if not path.exists():
-        own = kind == experts.KIND
-        module = "harness.experts" if own else "harness.models"
-        options = (*(() if own else ("--kind", kind)), "--kv-heads", str(kv_heads))
+        module = "harness.experts" if kind in experts.KINDS else "harness.models"
+        options = ("--kind", kind, "--kv-heads", str(kv_heads))
         model_cache.make(path, *options, python=python_of(by), module=module)
     return path
+
+
+def weights_name(run: Run) -> str:
+    """The kind of the model of a run, as it is made."""
+    return experts.LATENT if run.experts else run.model
+
+
+def weights_of(run: Run) -> Path:
+    """The folder of the model of a run."""
+    return model_of(weights_name(run), run.kv_heads, run.vllm)
 
 
 # Tokens of one block where it is not BLOCK: vLLM's CPU backend has latent attention in one

@@ -103,7 +103,7 @@ class Feature:
         device: the type of device that it starts on; what starts on a GPU does on a CPU too.
         environment: the variables that it sets.
         each: the kinds of model that it runs with one by one, with every connector, where it is no
-            axis.
+            axis; of a pair, what ``PAIRS_OF_KINDS`` says.
     """
 
     name: str
@@ -208,7 +208,7 @@ FEATURES = (
     ),
 )
 # Settings that are no axis: each runs once for each connector of a release, with one runner, layout
-# and kind of model. The first three are validated alone by tests.
+# and kind of model. The first three are validated alone by tests, but for the kinds in ``each``.
 SETTINGS = (
     Feature(
         "several ranks",
@@ -222,6 +222,7 @@ SETTINGS = (
         ("full attention", "sliding window"),
         since="0.26",
         admitted=False,
+        each=(LATENT, HYBRID),
     ),
     Feature(
         "arc",
@@ -231,6 +232,7 @@ SETTINGS = (
         connectors=("Offloading", "tiering fs", "Multi"),
         since="0.17",
         admitted=False,
+        each=(LATENT, HYBRID),
     ),
     # Blocks of the same tokens that only the images before them tell apart.
     Feature("images", {}, ("full attention",), since="0.28", admitted=False),
@@ -283,6 +285,7 @@ SETTINGS = (
             },
             ("full attention",),
             since="0.30" if apart else "0.28",  # before, a CPU's experts choose by themselves
+            each=(LATENT,),
         )
         for apart, name in EXPERTS.items()
     ),
@@ -318,9 +321,22 @@ PAIRS = tuple(
     )
 )
 
+# Of them those that run with kinds of model that start only where they ran.
+PAIRS_OF_KINDS = {
+    HYBRID: tuple(
+        admitted.together(*pair)
+        for pair in (
+            ("chunks", "fp8"),
+            *(("idle", one) for one in ("chunks", "fp8")),
+            *(("first limit", one) for one in ("chunks", "fp8")),
+        )
+    ),
+}
+
 
 # What runs once for each connector.
 TRIED = (
+    *("KV events", "arc"),
     "host pool",
     "idle",
     "first limit",
@@ -394,8 +410,9 @@ def _named(name: str) -> Feature:
 
 
 def _both(one: Feature, other: Feature) -> Feature:
+    name = admitted.together(one.name, other.name)
     return Feature(
-        admitted.together(one.name, other.name),
+        name,
         one.settings | other.settings,
         tuple(model for model in one.models if model in other.models),
         one.extra | other.extra,
@@ -404,6 +421,7 @@ def _both(one: Feature, other: Feature) -> Feature:
         max(one.v2_since, other.v2_since, key=Version),
         device="cpu" if "cpu" in (one.device, other.device) else one.device,
         environment=one.environment | other.environment,
+        each=tuple(kind for kind, pairs in PAIRS_OF_KINDS.items() if name in pairs),
     )
 
 

@@ -24,11 +24,11 @@ from harness.engines.runs import (
     Run,
     block_tokens,
     engine_arguments,
-    model_of,
     prompts,
     python_of,
     restored_tokens,
     run_driver,
+    weights_of,
 )
 from harness.evidence import of_run
 from harness.matrix import giving
@@ -233,7 +233,7 @@ class Engines:
         device = folder / "device"
         device.mkdir(parents=True, exist_ok=True)
         job = {
-            "model": str(model_of(wanted.model, wanted.kv_heads, wanted.vllm)),
+            "model": str(weights_of(wanted)),
             "engine": engine_arguments(wanted),
             **asked_of(wanted, trial),
             "events": wanted.events,
@@ -348,6 +348,8 @@ class Engines:
             asynchronous=ahead and not SPECULATIONS.keys().isdisjoint(settings_of(cell)),
             **changes(cell),
         )
+        if kind == "latent" and plain.model == experts.KIND:
+            plain = replace(plain, model=kind, experts=True)
         plain = with_chunks(plain, cell)
         if plain.cache_dtype:
             # A rank has its share of the heads, and its blocks, too, must fill a page.

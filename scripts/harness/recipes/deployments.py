@@ -51,7 +51,8 @@ def _drafts(method: str) -> dict[str, Any]:
 
 
 _FP8 = {"cache_config.cache_dtype": "fp8"}
-_EXPERTS = {"parallel_config.enable_expert_parallel": True, "model_config.is_moe": True}
+_MOE = {"model_config.is_moe": True}
+_EXPERTS = {"parallel_config.enable_expert_parallel": True} | _MOE
 _MACHINES = {"parallel_config.nnodes_within_dp": 2}
 _ENGINES = {f"parallel_config.data_parallel_size{end}": 8 for end in ("", "_local")}
 _INDEXER = {"model_config.hf_text_config": SimpleNamespace(index_topk=INDEXED)}
@@ -64,6 +65,7 @@ FEATURES = (
     Feature("an fp8 KV cache, TP 4", 12, "KVP310", _FP8 | _ranks(4)),
     Feature("an fp8 KV cache of latent attention", 12, "KVP310", _FP8, place.LATENT),
     Feature("latent attention, TP 4", 10, "KVP305", _ranks(4), place.LATENT),
+    Feature("latent attention with experts, TP 4", 10, "KVP305", _ranks(4) | _MOE, place.LATENT),
     Feature(
         "latent attention with an indexer, TP 4",
         10,
