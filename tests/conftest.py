@@ -1,7 +1,5 @@
 """Lanes: every test lies in exactly one folder of tests/, and carries its mark."""
 
-from __future__ import annotations
-
 import gc
 import json
 import math

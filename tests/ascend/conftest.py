@@ -1,7 +1,5 @@
 """The ACL emulator, built once, with a device of its own for every test."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """What ACL's documents say of copies and streams, the emulator does, or refuses."""
 
-from __future__ import annotations
-
 import ctypes
 import threading
 

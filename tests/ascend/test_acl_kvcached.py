@@ -1,7 +1,5 @@
 """kvcached's own C++, unchanged, on the ACL runtime."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

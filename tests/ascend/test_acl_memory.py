@@ -1,7 +1,5 @@
 """What ACL's documents forbid of memory, the emulator refuses."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading

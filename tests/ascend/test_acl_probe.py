@@ -1,7 +1,5 @@
 """The probe of an NPU, on the emulator: what it asks of ACL and of kvcached."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

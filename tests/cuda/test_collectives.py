@@ -1,7 +1,5 @@
 """NCCL's collectives on the emulated devices, between two processes, without torch."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -3,8 +3,6 @@
 Each is under every kind of delay; `python -m harness.cuda.campaign` has more seeds of each.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What the emulated device says of order, asked through its own functions, without torch."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -4,8 +4,6 @@ The copies are those of the connectors' own classes, without an engine, and of e
 requests end with their first token, so that pages are given back at once.
 """
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 from typing import Any

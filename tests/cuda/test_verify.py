@@ -4,8 +4,6 @@ It sleeps and has a host pool: a right run lifts both refusals, and what only a 
 that the pool took back, makes wrong is found.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The fence: with it no interleaving loses data; tests/long has each lose without it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Processes of engines are as independent as those of an operator, and their ends are seen."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 from typing import Any

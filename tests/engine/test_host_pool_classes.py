@@ -1,7 +1,5 @@
 """vLLM's own classes of a CPU tier in a host pool, without an engine: blocks, bytes, memory."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import random

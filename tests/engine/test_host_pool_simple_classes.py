@@ -1,7 +1,5 @@
 """vLLM's BlockPool of SimpleCPUOffloadConnector over extents, without an engine."""
 
-from __future__ import annotations
-
 import os
 import struct
 import threading

@@ -3,8 +3,6 @@
 What a disk reads from or writes into while the pool takes it back stays until the disk has ended.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The host device by itself: kvcached's real extension, no engine."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import textwrap

@@ -1,7 +1,5 @@
 """What vLLM's own copying workers call of CUDA, on the host device; no engine."""
 
-from __future__ import annotations
-
 import gc
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """vLLM's object store tier with kvpatch's rows over it, on a store and a NIXL of this process."""
 
-from __future__ import annotations
-
 import ctypes
 import time
 from collections.abc import Callable, Iterator
@@ -42,7 +40,7 @@ class Store:
         self.moved: list[tuple[str, list[str]]] = []
         self.registered = 0
 
-    def agent(self, name: str, config: Any) -> Agent:
+    def agent(self, name: str, config: Any) -> "Agent":
         return Agent(self)
 
 

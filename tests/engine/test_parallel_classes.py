@@ -1,7 +1,5 @@
 """The engines of a data parallel server, by vLLM's own classes, without an engine."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Iterator
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """What kvpatch changes in kvcached's pool and its workers' sockets: its extension, no engine."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import textwrap

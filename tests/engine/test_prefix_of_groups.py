@@ -1,7 +1,5 @@
 """The prefix that groups of KV cache have found, on vLLM's own managers, without an engine."""
 
-from __future__ import annotations
-
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any

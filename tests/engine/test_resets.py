@@ -1,7 +1,5 @@
 """Resets on the scheduler side of vLLM's own OffloadingConnector, without an engine."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace

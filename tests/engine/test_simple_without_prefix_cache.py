@@ -1,7 +1,5 @@
 """What vLLM's SimpleCPUOffloadConnector does without a prefix cache, without an engine."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A spill through vLLM's own planners and CPU tiers, without an engine or kvpatch's patches."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from types import SimpleNamespace
 from typing import Any

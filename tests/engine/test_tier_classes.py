@@ -1,7 +1,5 @@
 """vLLM's own tier classes with kvpatch's rows over them, without an engine."""
 
-from __future__ import annotations
-
 import errno
 import inspect
 import itertools

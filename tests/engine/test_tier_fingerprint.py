@@ -1,7 +1,5 @@
 """What makes the bytes of a block has a part in the name of a tier's folder; without an engine."""
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 import itertools

@@ -1,7 +1,5 @@
 """The oracle: tokens, log-probabilities and bytes, against plain vLLM on one schedule."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from harness.engines.fixtures import LAYOUTS, MODELS

@@ -3,8 +3,6 @@
 Tests may mount what they need: this process has a mount namespace of its own.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path

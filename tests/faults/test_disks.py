@@ -1,7 +1,5 @@
 """A disk behind the CPU tier that is full, gone bad, in the way, or does not answer."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import threading

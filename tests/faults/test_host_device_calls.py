@@ -1,7 +1,5 @@
 """The host device while a call of the kernel fails."""
 
-from __future__ import annotations
-
 import errno
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Other users, other machines and other containers beside an engine."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """vLLM's CUDA build with kvpatch's wheel, as far as it starts without a GPU: see harness.cuda."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """``kvpatch balance`` and two served engines: one gets what the other one does not need."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 What is asked in between leaves nothing of the first prompts on the device.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """Copies between the device and the CPU tier that fail, in an engine."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """``vllm serve --data-parallel-size 2``: two engines of one server, each with its own memory."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The demo as a person starts it: it passes, and leaves nothing behind."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

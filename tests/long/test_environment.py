@@ -1,7 +1,5 @@
 """No variable is added to an engine's environment while kvcached's threads may read it."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """KV cache events on elastic memory, against vLLM's own on one schedule."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

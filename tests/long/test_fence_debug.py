@@ -1,7 +1,5 @@
 """Debug mode on engines: it finds nothing, and each violation that is made."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Each interleaving that the fence is for loses blocks without it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The fence with two ranks: workers in processes of their own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

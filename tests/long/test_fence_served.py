@@ -4,8 +4,6 @@ The engine, its workers and the API server are processes of their own here, and 
 engine steps by itself.
 """
 
-from __future__ import annotations
-
 import operator
 import os
 import time

@@ -1,7 +1,5 @@
 """A served engine has its first limit before its first request, and answers the same."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from dataclasses import replace

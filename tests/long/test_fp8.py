@@ -3,8 +3,6 @@
 A sliding window ran here only, and is refused: see KVP310.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

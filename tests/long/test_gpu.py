@@ -1,7 +1,5 @@
 """What of ``scripts/gpu run`` is known to work before a machine with a GPU is there."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

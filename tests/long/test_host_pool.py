@@ -3,8 +3,6 @@
 A kind is a connector, what is around it or behind it, and a model.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import time

@@ -1,7 +1,5 @@
 """``vllm serve`` twice in one host pool: a reset, and kill -9 of one and then of the other."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """kill -9 while copies are held: nothing hangs, and the next start finds nothing in its way."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """The host device's latent attention, over blocks that lie apart, against the formula."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Elastic memory: an engine gives back what it does not use, and a neighbour takes it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

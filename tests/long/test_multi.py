@@ -1,7 +1,5 @@
 """OffloadingConnector inside vLLM's MultiConnector: right tokens, and the fence holds."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

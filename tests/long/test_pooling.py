@@ -1,7 +1,5 @@
 """Pooling models: a state is plain vLLM's when the blocks of its prompt came from the CPU tier."""
 
-from __future__ import annotations
-
 import pytest
 
 from harness.engines.oracle import Engine

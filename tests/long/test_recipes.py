@@ -3,8 +3,6 @@
 Every recipe as it stands but for its sizes; and a served engine for the commands beside it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

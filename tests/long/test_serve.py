@@ -4,8 +4,6 @@ One rank with contiguous tensors has Pythons of its own, as an operator's are on
 are forks, and one rank is in its engine's process, as on a GPU. test_killed.py has two ranks' own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

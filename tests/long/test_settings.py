@@ -1,7 +1,5 @@
 """Blocks of other sizes, against plain vLLM; other settings are cells of the matrix."""
 
-from __future__ import annotations
-
 import pytest
 
 from harness.engines.oracle import PLAIN, Engine

@@ -1,7 +1,5 @@
 """SimpleCPUOffloadConnector, eager and lazy, on elastic memory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

@@ -4,8 +4,6 @@ On the host device its weights leave as on a GPU (kvpatch/patches/host_device/we
 what is computed while it sleeps is no number.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable, Iterator

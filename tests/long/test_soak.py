@@ -1,7 +1,5 @@
 """A cut of scripts/soak, which has 20 minutes: everything that frees blocks, in debug mode."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

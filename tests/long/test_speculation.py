@@ -3,8 +3,6 @@
 On one schedule: what is drafted depends on it. The matrix has the other connectors and Runner V2.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 

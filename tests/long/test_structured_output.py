@@ -1,7 +1,5 @@
 """Answers that must match a pattern, of prompts that come back from the CPU tier."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

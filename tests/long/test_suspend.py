@@ -4,8 +4,6 @@ One engine per connector; what is asserted of it is asked one after the other, a
 begins with what the one before it left.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """The fs tier behind the CPU tier: what comes back from a disk, and what must not."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache

@@ -1,7 +1,5 @@
 """The oracle of tests/engine/test_tokens.py for the other cache policy and another dtype."""
 
-from __future__ import annotations
-
 from harness.engines.fixtures import LAYOUTS
 from harness.engines.oracle import PLAIN, SMALL_TIER, Engine, assert_same, same_tokens, widest_gap
 from harness.engines.runs import ALL, Run

@@ -1,7 +1,5 @@
 """Triton on the host device's Runner V2."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -4,8 +4,6 @@ In kvcached's contiguous layout vLLM puts the layers of a group into ``UniformTy
 the other one a block of the smaller pages has twice the tokens.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

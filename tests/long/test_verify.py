@@ -3,8 +3,6 @@
 It is refused, verified, and starts; a byte that is wrong is found; another flag asks again.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -4,8 +4,6 @@ One ``vllm serve`` with two API servers, each of which gets a part of the engine
 stats: what they show together must be what the load counted itself.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

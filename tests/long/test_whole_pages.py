@@ -1,7 +1,5 @@
 """Engines whose KV cache does not fill kvcached's pages: refused, or with shorter requests."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """vllm-ascend's engines on the emulated NPU: static memory, and kvcached's."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

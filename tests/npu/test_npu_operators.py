@@ -1,7 +1,5 @@
 """Computation on the emulated NPU: right, in the order of streams, or an error."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

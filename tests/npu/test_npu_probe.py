@@ -1,7 +1,5 @@
 """The whole probe, with torch_npu, on the emulated NPU."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path

@@ -3,8 +3,6 @@
 Needs ``scripts/environment ascend-0.23.0``, and is not in the default run.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

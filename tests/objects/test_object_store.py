@@ -1,7 +1,5 @@
 """The secondary tier ``obj`` against a server that speaks S3, over NIXL, on real engines."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path

@@ -3,8 +3,6 @@
 When this fails, vLLM no longer writes where it must not, and the tier can be looked at again.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -5,8 +5,6 @@ page which all unmapped addresses share, and the transfer is done. A registratio
 GPU's memory, holds the page that was there.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

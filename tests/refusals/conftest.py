@@ -1,7 +1,5 @@
 """Real vLLM, started as an operator starts it, in ways that must not start."""
 
-from __future__ import annotations
-
 import os
 import re
 import venv

@@ -1,7 +1,5 @@
 """A world of fakes: a tiny vllm and kvcached, found before any real ones."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import tempfile

@@ -1,7 +1,5 @@
 """What starts only where an engine ran with it: the table, by the runs, and who asks for it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace

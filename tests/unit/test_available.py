@@ -1,7 +1,5 @@
 """Pages are counted when they change, and their blocks known in between."""
 
-from __future__ import annotations
-
 import sys
 from contextlib import nullcontext
 from types import ModuleType

@@ -1,7 +1,5 @@
 """``kvpatch balance`` as a command, its settings, and sockets of engines that answer it."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The loop of ``kvpatch balance``, with engines that do what an engine does and run nothing."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Callable, Iterator, Mapping

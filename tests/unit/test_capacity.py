@@ -1,7 +1,5 @@
 """A KV cache that does not fill kvcached's pages, or is larger than the device."""
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """What the engines of a cell are asked, without an engine."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

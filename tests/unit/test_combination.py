@@ -1,7 +1,5 @@
 """What a verdict holds for, read from a configuration."""
 
-from __future__ import annotations
-
 import enum
 import json
 import sys

@@ -1,7 +1,5 @@
 """The socket of an engine: who may ask, what is answered, what it does though nobody waits."""
 
-from __future__ import annotations
-
 import json
 import os
 import queue

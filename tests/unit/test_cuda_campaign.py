@@ -1,7 +1,5 @@
 """What the runs on the emulated CUDA device put into their result file, beside each other."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What ``scripts/cuda`` gives a program: kvpatch on, and settings of the caller's."""
 
-from __future__ import annotations
-
 import json
 import signal
 import sys

@@ -1,7 +1,5 @@
 """Debug mode: each check notices its fault, for the workers of every release."""
 
-from __future__ import annotations
-
 import importlib
 import pickle
 import sys
@@ -32,10 +30,10 @@ class Row(bytes):
     def __getitem__(self, key: Any) -> Any:
         return Row(super().__getitem__(key))
 
-    def cpu(self) -> Row:
+    def cpu(self) -> "Row":
         return self
 
-    def numpy(self) -> Row:
+    def numpy(self) -> "Row":
         return self
 
 
@@ -44,7 +42,7 @@ class Rows(list[Row]):
 
     shape = (8, 4)
 
-    def view(self, *shape: int) -> Rows:
+    def view(self, *shape: int) -> "Rows":
         return self
 
 

@@ -1,7 +1,5 @@
 """Restored blocks, compared with what was stored under their hashes (``kvpatch verify``)."""
 
-from __future__ import annotations
-
 import pickle
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """What an engine says that it needs, its revisions of limits, and its limit at birth."""
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """The demo without its servers: its device, its conversations, its models and its report."""
 
-from __future__ import annotations
-
 import json
 import threading
 from pathlib import Path

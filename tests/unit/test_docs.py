@@ -1,7 +1,5 @@
 """The generated documentation is what the table says today."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from collections.abc import Iterator

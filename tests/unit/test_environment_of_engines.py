@@ -1,7 +1,5 @@
 """vLLM's own variables are there before kvcached's threads read the environment."""
 
-from __future__ import annotations
-
 import os
 import sys
 from types import ModuleType

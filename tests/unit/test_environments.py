@@ -1,7 +1,5 @@
 """The environment of a release that has no CPU build yet."""
 
-from __future__ import annotations
-
 import zipfile
 from pathlib import Path
 

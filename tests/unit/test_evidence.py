@@ -1,7 +1,5 @@
 """The recorded runs: what they executed, and what a change of it asks for."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

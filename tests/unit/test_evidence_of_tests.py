@@ -1,7 +1,5 @@
 """Which files of tests have to run: by what they executed when they last ran."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The fence between vLLM's scheduler and kvcached's page manager, without either of them."""
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """The fence before vLLM 0.25, for what an engine sees seldom: several groups, jobs and ranks."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

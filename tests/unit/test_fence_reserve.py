@@ -1,7 +1,5 @@
 """Freed pages that stay mapped for a while, and who has them given up."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The fence's two rules, without an engine: pages of ten blocks, two workers."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Versions, switches and targets: what each gate lets through, and its sentence."""
 
-from __future__ import annotations
-
 import sys
 import types
 from collections.abc import Callable

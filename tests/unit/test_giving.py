@@ -1,7 +1,5 @@
 """Pages that go back piece by piece: for a lower limit and while nobody asks, stored first."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 from types import SimpleNamespace

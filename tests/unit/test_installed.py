@@ -1,7 +1,5 @@
 """What is tested is what is released: an engine of .ci/run runs kvpatch from its wheel."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What is kept of engines: by all that it depends on, made once, and never of one that failed."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

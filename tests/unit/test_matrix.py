@@ -1,7 +1,5 @@
 """The compatibility matrix: complete, current, and red when something is not as it says."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

@@ -1,7 +1,5 @@
 """The verdicts on NPUs: of recorded runs on the ACL emulator, and never those of other cells."""
 
-from __future__ import annotations
-
 import json
 from argparse import Namespace
 from collections.abc import Callable, Iterator

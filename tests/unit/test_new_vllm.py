@@ -1,7 +1,5 @@
 """scripts/new-vllm on stand-ins for what runs engines."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

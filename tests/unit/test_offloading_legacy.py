@@ -1,7 +1,5 @@
 """OffloadingConnector before 0.26, presented in the terms of later releases."""
 
-from __future__ import annotations
-
 import sys
 from contextlib import nullcontext
 from types import SimpleNamespace

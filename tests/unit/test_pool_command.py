@@ -1,7 +1,5 @@
 """``kvpatch pool`` and what doctor says of a pool."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -1,7 +1,5 @@
 """The keeper: when extents are committed, and when and by whom they are given back."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import shutil
@@ -51,7 +49,7 @@ class Ranks:
 class Engine:
     """An engine with a tier: what its scheduler and its workers do is up to the test."""
 
-    def __init__(self, world: World, name: str, tier: int, floor: int = 0) -> None:
+    def __init__(self, world: "World", name: str, tier: int, floor: int = 0) -> None:
         self.world = world
         file = os.open(
             world.folder.parent / f"kvpatch-test-{os.getpid()}-{name}", os.O_RDWR | os.O_CREAT

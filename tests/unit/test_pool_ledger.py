@@ -1,7 +1,5 @@
 """The ledger: the sum of what engines have, whoever is killed at whatever moment."""
 
-from __future__ import annotations
-
 import fcntl
 import mmap
 import os

@@ -1,7 +1,5 @@
 """Workers that register extents when they are asked to."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

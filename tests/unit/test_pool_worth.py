@@ -1,7 +1,5 @@
 """What an engine's extents are worth beside those of others."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvpatch.pool import worth

@@ -1,7 +1,5 @@
 """The probe of an NPU: what it asks, what answers come to, and for what its verdict holds."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """The free memory of every rank's GPU: the least counts, and a map that failed waits."""
 
-from __future__ import annotations
-
 import logging
 import sys
 from types import ModuleType, SimpleNamespace

@@ -3,8 +3,6 @@
 That the page and the shares in README.md are current is in test_docs.py.
 """
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,7 +1,5 @@
 """The runner where kvcached has no adapter for V2: V1, unless V2 was asked for or is needed."""
 
-from __future__ import annotations
-
 import importlib
 import logging
 import multiprocessing

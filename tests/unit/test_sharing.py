@@ -1,7 +1,5 @@
 """What is below the patches of a release, and the releases that share runs because of it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

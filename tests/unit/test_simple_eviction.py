@@ -1,7 +1,5 @@
 """The order in which lazy mode sees kvcached's blocks, on a pool of plain Python."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

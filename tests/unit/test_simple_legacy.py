@@ -1,7 +1,5 @@
 """SimpleCPUOffloadConnector before 0.26, presented in the terms of later releases."""
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """A sleep is a suspension, and then vLLM's own; what ends it otherwise leaves the engine awake."""
 
-from __future__ import annotations
-
 import logging
 from concurrent.futures import Future
 from types import SimpleNamespace

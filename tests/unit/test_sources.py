@@ -1,7 +1,5 @@
 """Reading a release's sources: scripts/matrix and scripts/new-vllm, on sources that are made up."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

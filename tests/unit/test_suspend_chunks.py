@@ -1,7 +1,5 @@
 """Chunks of several blocks: stored as a whole, and known by the requests that have them."""
 
-from __future__ import annotations
-
 import sys
 from collections import OrderedDict
 from types import ModuleType, SimpleNamespace

@@ -1,7 +1,5 @@
 """What is counted of memory that was given back: seconds, blocks spilled, blocks restored."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which engines can be suspended, and how a question and a step reach a suspension."""
 
-from __future__ import annotations
-
 import queue
 import re
 from types import SimpleNamespace

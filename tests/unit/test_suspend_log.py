@@ -1,7 +1,5 @@
 """What an engine's log says of memory that it gives back: one line for each, and by whom."""
 
-from __future__ import annotations
-
 import logging
 import re
 from typing import Any

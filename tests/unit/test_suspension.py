@@ -1,7 +1,5 @@
 """A suspension and back, in a world without vLLM: nothing is lost, and nobody runs too early."""
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType
 from typing import Any

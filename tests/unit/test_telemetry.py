@@ -1,7 +1,5 @@
 """Pages, what they say of a process, and the messages to the API servers: no engine."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os

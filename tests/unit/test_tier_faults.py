@@ -1,7 +1,5 @@
 """Every call of a tier to the disk made to fail in turn: a fault is a miss and nothing else."""
 
-from __future__ import annotations
-
 import errno
 import mmap
 import os

@@ -3,8 +3,6 @@
 The same with tensors and transformers' configurations: tests/engine/test_tier_fingerprint.py.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 import json

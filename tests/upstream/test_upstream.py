@@ -3,8 +3,6 @@
 Needs the package index once, for the sources; not in the default run.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

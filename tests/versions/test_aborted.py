@@ -1,7 +1,5 @@
 """Requests that are aborted before they have run, or while their prompt is computed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Cells of the matrix, one release for each seam; scripts/matrix engine runs all of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

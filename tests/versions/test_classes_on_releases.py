@@ -1,7 +1,5 @@
 """The engine lane's tests of vLLM's own classes, with the classes of older releases."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

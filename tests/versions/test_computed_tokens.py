@@ -1,7 +1,5 @@
 """The log-probabilities of a prompt whose blocks are in the CPU tier: all of it is computed."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

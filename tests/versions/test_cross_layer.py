@@ -1,7 +1,5 @@
 """What vLLM 0.28 and earlier register with OffloadingConnector: patched, and as vLLM does it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from harness.engines.fixtures import LAYOUTS

@@ -1,7 +1,5 @@
 """Debug mode on every validated release, with every connector: it checks, and finds nothing."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """KV cache events on Model Runner V2; the long lane has the newest release on V1."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Allocations that fail in the middle, because a neighbour took the last page meanwhile."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The fence on other releases: the demonstrations of the engine lane."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Cells that the matrix refuses, started all the same: the fault that is named is there."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

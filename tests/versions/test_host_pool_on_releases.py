@@ -1,7 +1,5 @@
 """A CPU tier in a host pool, on the other releases that it is validated with."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """MultiConnector on older releases: the fence finds its connector in it, and Simple is right."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

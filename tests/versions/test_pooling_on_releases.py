@@ -1,7 +1,5 @@
 """Pooling models on the other releases that start them, as on the newest in the lane long."""
 
-from __future__ import annotations
-
 import pytest
 
 from harness import releases

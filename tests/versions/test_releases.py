@@ -4,8 +4,6 @@ Each release has an environment of its own, which scripts/environment makes; the
 run of this lane makes them all.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

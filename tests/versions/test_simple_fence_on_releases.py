@@ -1,7 +1,5 @@
 """SimpleCPUOffloadConnector's own fence on other releases, as the engine lane shows it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """SimpleCPUOffloadConnector with sliding windows that an older release keeps only when asked."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

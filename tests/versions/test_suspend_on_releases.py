@@ -1,7 +1,5 @@
 """Suspending, limits and sleep mode on the other releases that they are validated with."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 Models with latent attention and with state-space layers, and vLLM's other layouts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

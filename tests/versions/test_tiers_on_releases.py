@@ -1,7 +1,5 @@
 """Tiers on other releases: a restart, other layouts, and the faults of disks."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

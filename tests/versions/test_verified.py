@@ -4,8 +4,6 @@ Each combination is refused, is found wrong with a byte that is wrong, and start
 verified. A scheduler of the operator's own keeps it refused where the tables have the rest of it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

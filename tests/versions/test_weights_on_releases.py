@@ -1,7 +1,5 @@
 """Weights that are replaced before vLLM 0.24, whose connectors keep the blocks of the old ones."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

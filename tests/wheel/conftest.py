@@ -1,7 +1,5 @@
 """A wheel built from the sources, in an environment that has nothing else."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
