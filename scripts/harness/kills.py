@@ -16,8 +16,6 @@ names, which the report counts.
 /dev/shm is one of this run's own, so that what lies there is of its engines.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

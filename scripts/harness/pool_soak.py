@@ -6,8 +6,6 @@ After each step the kernel's count of their CPU tiers is compared with the pool'
 has the most that it was exceeded by.
 """
 
-from __future__ import annotations
-
 import argparse
 import fcntl
 import os

@@ -5,8 +5,6 @@ python -m harness.simulate --seeds 100              seeds 1 to 100
 python -m harness.simulate --minutes 10 --report docs/results/simulation.json
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -1,7 +1,5 @@
 """The part of the simulation that runs in a process with kvpatch in force."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time
