@@ -124,13 +124,6 @@ def test_the_fence_waits_for_all_ranks_and_the_manager_leaves_unmapping_to_it():
     assert one.rpcs == [hooks.compute_barrier]
 
 
-def test_a_connector_that_pins_its_blocks_has_a_fence_of_its_own_kind():
-    one = Engine(Manager(), None)
-    one.scheduler.connector = SimpleNamespace(scheduler_manager=object())
-    assert one.install().fence.pinned
-    assert not hasattr(one.scheduler.connector, "kvpatch")
-
-
 def test_an_engine_without_a_connector_has_no_fence():
     one = Engine(Manager(), Planner())
     one.scheduler.connector = None
@@ -321,13 +314,6 @@ def test_the_planner_forgets_before_the_pages_are_unmapped():
         lambda marker: seen.append(planner.known("a")[1][0]), one.manager, (1,), {}
     )
     assert seen == [0]
-
-
-@pytest.mark.parametrize("windows", [{}, {"_sliding_window_groups": ()}])
-def test_a_planner_without_windows_keeps_its_blocks(windows):
-    one = engine((1, [1]), planner=SimpleNamespace(**windows))  # has no _req_status either
-    hooks.release_now(one)
-    assert one.manager.unmapped == [1]
 
 
 def test_a_step_releases_after_it_ran():

@@ -174,13 +174,6 @@ def three(world: World) -> Engine:
     return world.engine("three")
 
 
-def test_one_extent_is_committed_ahead(one):
-    assert one.memory.committed == 0
-    one.turn(3)
-    assert one.memory.committed == MIB
-    assert one.extents.free == PER
-
-
 def test_extents_are_committed_as_blocks_need_them(world, one):
     for stored in range(1, 6):
         world.now += 1
@@ -335,15 +328,6 @@ def test_an_engine_has_no_more_than_its_tier(world):
     assert not one.keeper.need(1)
     one.turn(3)
     assert one.memory.committed == 2 * MIB
-
-
-def test_after_a_reset_all_but_one_extent_is_given_back(one):
-    one.store(6 * PER)
-    one.keeper.reset()
-    one.turn()
-    assert one.memory.committed == MIB
-    one.turn(3)
-    assert one.memory.committed == MIB
 
 
 def test_what_a_transfer_names_is_not_given_back(one):
