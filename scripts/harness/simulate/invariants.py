@@ -25,5 +25,6 @@ class Violation(AssertionError):
     """
 
     def __init__(self, invariant: str, what: str) -> None:
+        assert invariant in INVARIANTS
         super().__init__(f"{invariant}: {what}")
         self.invariant = invariant
