@@ -112,7 +112,7 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def status_pages(tmp_path_factory: pytest.TempPathFactory) -> None:
+def status_pages(tmp_path_factory):
     """Keep what a file's tests publish away from what others, and this machine's user, see.
 
     A refused engine, which some tests make, is told by ``kvpatch status`` for an hour.
@@ -141,7 +141,7 @@ OURS = ("KVPATCH", "KVCACHED", "ENABLE_KVCACHED", "VLLM", "PYTHON")
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Runner:
+def run(tmp_path):
     """Run a command in an empty folder, with nothing of ours in its environment.
 
     Keyword arguments are environment variables; ``limit`` is a guard against a hang.

@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 import pytest
 
@@ -60,9 +59,7 @@ CODE = """
 
 
 @pytest.mark.parametrize("transport", ["tcp", "tcp,cma"])
-def test_a_peer_that_reads_an_unmapped_page_gets_other_bytes_and_no_error(
-    tmp_path: Path, transport: str
-) -> None:
+def test_a_peer_that_reads_an_unmapped_page_gets_other_bytes_and_no_error(tmp_path, transport):
     environment = Device(tmp_path, size="64MiB").environ(Run(kvpatch=False))
     path = os.pathsep.join((str(buckets.installed("nixl")), environment["PYTHONPATH"]))
     done = subprocess.run(

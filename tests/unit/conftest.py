@@ -3,7 +3,6 @@
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +56,7 @@ patches.FEATURES = (
 
 
 @pytest.fixture(autouse=True)
-def shared_memory() -> Iterator[None]:
+def shared_memory():
     """Let no test see the claims, sockets and ledgers of this user's engines, or leave its own."""
     # A context of its own, or what tests patch would be undone after their own fixtures.
     with (
@@ -87,7 +86,7 @@ def distribution(folder: Path, name: str, version: str) -> None:
 
 
 @pytest.fixture
-def fakes(tmp_path: Path) -> Path:
+def fakes(tmp_path):
     """A folder with a fake vllm and kvcached of supported versions."""
     folder = tmp_path / "fakes"
     write(
@@ -109,7 +108,7 @@ def fakes(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def python(run: Callable[..., Any], fakes: Path, tmp_path: Path) -> Callable[..., Any]:
+def python(run, fakes, tmp_path):
     """Run code in an interpreter that sees the fakes, kvpatch's sources and its needs.
 
     ``-S`` keeps every installed startup file out; code that wants ours calls the stub.
@@ -130,9 +129,7 @@ def python(run: Callable[..., Any], fakes: Path, tmp_path: Path) -> Callable[...
 
 
 @pytest.fixture
-def warned(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[pytest.LogCaptureFixture]:
+def warned(caplog, monkeypatch):
     """What kvpatch logs, once: vLLM's loggers do not propagate, and it may not be imported."""
     monkeypatch.setattr(log, "propagate", False)
     log.addHandler(caplog.handler)
@@ -141,7 +138,7 @@ def warned(
 
 
 @pytest.fixture(scope="session")
-def apart() -> Callable[..., list[str]]:
+def apart():
     """Return the start of a command that runs in namespaces of its own, by ``unshare``'s names."""
 
     def apart(*names: str) -> list[str]:

@@ -375,7 +375,7 @@ class World:
 
 
 @pytest.fixture
-def worlds(monkeypatch: pytest.MonkeyPatch) -> Any:
+def worlds(monkeypatch):
     """Make worlds, whose kvcached is their own."""
 
     def write(manager: Manager, size: int) -> None:

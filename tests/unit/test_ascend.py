@@ -480,7 +480,7 @@ class Scheduler:
 
 
 @pytest.fixture
-def vllm(monkeypatch: pytest.MonkeyPatch) -> Any:
+def vllm(monkeypatch):
     """vLLM's scheduler with two rows of ours on it, of which one has a third above it."""
     monkeypatch.setattr(record, "say", lambda: None)
     names = SCHEDULER.split(".")

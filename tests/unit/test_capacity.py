@@ -41,7 +41,7 @@ def module(monkeypatch: pytest.MonkeyPatch, name: str, **content: Any) -> Module
 
 
 @pytest.fixture(autouse=True)
-def kvcached(monkeypatch: pytest.MonkeyPatch) -> None:
+def kvcached(monkeypatch):
     """A kvcached whose pages hold 64 blocks of a model with six layers."""
     geometry = SimpleNamespace(page_bytes=BLOCK, num_pools=POOLS)
     monkeypatch.delitem(sys.modules, "kvcached", raising=False)
@@ -213,7 +213,7 @@ def release(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
 
 
 @pytest.fixture
-def older(monkeypatch: pytest.MonkeyPatch) -> None:
+def older(monkeypatch):
     release(monkeypatch, "0.20.0")
     module(monkeypatch, "kvcached.integration.vllm.patches")
     monkeypatch.setattr(sys.modules["kvcached.integration.vllm"], "patches", Older)

@@ -3,7 +3,6 @@
 import json
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ PROGRAM = "import json, os, sys; json.dump(dict(os.environ), open(sys.argv[1], '
 
 
 @pytest.fixture(autouse=True)
-def handlers() -> Iterator[None]:
+def handlers():
     before = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)}
     yield
     for one, handler in before.items():

@@ -219,7 +219,7 @@ def step(stores: Any = None, loads: Any = None) -> SimpleNamespace:
 
 @pytest.fixture(params=["0.16.0", "0.18.1", "0.19.1", "0.20.2", "0.21.0", "0.24.0", "0.25.1",
                         "0.26.0", "0.28.0", "0.33.0"])  # fmt: skip
-def worker(request: pytest.FixtureRequest) -> Worker:
+def worker(request):
     return Worker(request.param)
 
 
@@ -478,7 +478,7 @@ class SimpleWorker:
 
 
 @pytest.fixture
-def simple_worker() -> SimpleWorker:
+def simple_worker():
     worker = SimpleWorker()
     worker.register({"region0": worker.device})
     worker.copy([2, 3], [0, 1], True, 4)

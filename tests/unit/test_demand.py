@@ -47,7 +47,7 @@ def with_groups(world: World, *most_blocks: int) -> World:
 
 
 @pytest.fixture
-def engine(worlds: Any) -> World:
+def engine(worlds):
     return with_groups(worlds(), 10)
 
 

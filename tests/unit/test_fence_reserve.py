@@ -80,7 +80,7 @@ class Device(Manager):
 
 
 @pytest.fixture
-def made(monkeypatch) -> Any:
+def made(monkeypatch):
     monkeypatch.delenv("KVCACHED_MAX_RESERVED_PAGES")
     return start
 

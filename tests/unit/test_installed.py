@@ -15,7 +15,7 @@ OTHER = 'VERSION = "of the wheel"'
 
 
 @pytest.fixture
-def wheel(monkeypatch: pytest.MonkeyPatch) -> None:
+def wheel(monkeypatch):
     monkeypatch.setattr(provenance, "installed", lambda: "wheel")
 
 

@@ -20,13 +20,13 @@ Made = Callable[[Any], Path]
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(kept, "cache_of", lambda vllm: tmp_path / "cache")
     return tmp_path / "cache" / "kept"
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Made:
+def model(tmp_path):
     """Make a folder with a model."""
 
     def made(name: str, content: str = "weights") -> Path:

@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -22,7 +21,7 @@ Main = Callable[..., int]
 
 
 @pytest.fixture
-def standing_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Main:
+def standing_in(monkeypatch, tmp_path):
     """Run the command on commands that print and end; nothing is unpacked, made or recorded."""
     made: list[str] = []
     monkeypatch.setattr(supported, "RELEASES", dict(supported.RELEASES))

@@ -18,7 +18,7 @@ KV_CACHES = {"layer.0": object()}
 
 
 @pytest.fixture
-def registered(monkeypatch) -> list[Any]:
+def registered(monkeypatch):
     """What was given to the registration of later releases."""
     given: list[Any] = []
 

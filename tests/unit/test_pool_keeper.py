@@ -5,7 +5,6 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +145,7 @@ class World:
 
 
 @pytest.fixture
-def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+def world(monkeypatch):
     folder = Path("/dev/shm") / f"kvpatch-test-pool-{os.getpid()}-{os.urandom(4).hex()}"
     made = World(folder, monkeypatch)
     yield made
@@ -160,17 +159,17 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
 
 
 @pytest.fixture
-def one(world: World) -> Engine:
+def one(world):
     return world.engine("one")
 
 
 @pytest.fixture
-def two(world: World) -> Engine:
+def two(world):
     return world.engine("two")
 
 
 @pytest.fixture
-def three(world: World) -> Engine:
+def three(world):
     return world.engine("three")
 
 

@@ -234,7 +234,7 @@ def test_a_process_that_dies_or_hangs_is_a_wrong_answer(monkeypatch):
 
 
 @pytest.fixture
-def cann(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runtime:
+def cann(tmp_path, monkeypatch):
     """A CANN with its library, a driver and a device."""
     home = tmp_path / "cann"
     for path, text in ((runtime.LIBRARY, "library"), (runtime.HEADER, "header")):

@@ -57,7 +57,7 @@ class World:
 
 
 @pytest.fixture
-def world(monkeypatch: pytest.MonkeyPatch) -> World:
+def world(monkeypatch):
     return install(World(), monkeypatch)
 
 

@@ -15,7 +15,7 @@ LLAMA = Recipe("meta-llama/Llama-3.3-70B-Instruct", "default", "offloading_cpu")
 
 
 @pytest.fixture(scope="module")
-def recipes() -> Recipes:
+def recipes():
     return Recipes()
 
 

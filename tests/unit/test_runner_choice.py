@@ -61,7 +61,7 @@ def rows(release: str) -> list[Patch]:
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def gpu(monkeypatch):
     """vLLM as on a GPU: Triton is there."""
     triton = ModuleType("vllm.triton_utils")
     triton.HAS_TRITON = True
@@ -72,7 +72,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @pytest.fixture
-def patched(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def patched(gpu, monkeypatch):
     apply(monkeypatch, "0.26.0")
 
 

@@ -167,7 +167,7 @@ def test_prompts_behind_one_that_waits_wait_too():
 
 
 @pytest.mark.parametrize("tokens", [16, 48])
-def test_a_prompt_does_not_wait_for_a_tier_without_room(tokens: int):
+def test_a_prompt_does_not_wait_for_a_tier_without_room(tokens):
     assert match(planner(cached=8, room=0), tokens) == (0, False)
 
 

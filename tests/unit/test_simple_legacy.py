@@ -142,7 +142,7 @@ class Backend:
 
 
 @pytest.fixture
-def computing(monkeypatch: pytest.MonkeyPatch) -> None:
+def computing(monkeypatch):
     """The worker's module, whose torch has a stream that computes."""
     worker = ModuleType("vllm.v1.simple_kv_offload.worker")
     worker.torch = SimpleNamespace(cuda=SimpleNamespace(current_stream=lambda: "compute"))

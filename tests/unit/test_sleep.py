@@ -83,7 +83,7 @@ class Sleeper:
 
 
 @pytest.fixture
-def sleeper(worlds: Any) -> Sleeper:
+def sleeper(worlds):
     return Sleeper(filled(worlds))
 
 
@@ -261,7 +261,7 @@ def test_other_levels_are_vllms(sleeper, level):
 
 
 @pytest.fixture
-def worker() -> Any:
+def worker():
     torch = pytest.importorskip("torch")
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
     return SimpleNamespace(model_runner=SimpleNamespace(model=model))

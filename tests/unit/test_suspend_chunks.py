@@ -124,7 +124,7 @@ def test_what_nobody_has_is_forgotten(monkeypatch):
 
 
 @pytest.fixture
-def names(monkeypatch: pytest.MonkeyPatch) -> None:
+def names(monkeypatch):
     """vLLM's name of a block with its group."""
     base = ModuleType("vllm.v1.kv_offload.base")
     base.make_offload_key = lambda name, group: name + bytes([group])

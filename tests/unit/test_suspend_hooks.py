@@ -38,7 +38,7 @@ class MultiConnector(SimpleNamespace):
 
 
 @pytest.fixture
-def vllm(monkeypatch: pytest.MonkeyPatch) -> Any:
+def vllm(monkeypatch):
     """Let this process have a release of vLLM."""
 
     def have(release: str) -> Facts:

@@ -14,7 +14,7 @@ __all__ = ["worlds"]
 
 
 @pytest.fixture
-def lines(caplog: pytest.LogCaptureFixture) -> Any:
+def lines(caplog):
     caplog.set_level(logging.INFO, logger="vllm.kvpatch")
 
     def lines() -> list[str]:

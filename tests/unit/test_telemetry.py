@@ -38,7 +38,7 @@ WAIT = "import sys, time; print('here', flush=True); time.sleep(600)"
 
 
 @pytest.fixture(autouse=True)
-def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_device(monkeypatch):
     """This process has none, which kvcached is asked about; it need not be installed here."""
     monkeypatch.setattr(kvcached_api, "device_memory", lambda: None)
 

@@ -26,7 +26,7 @@ SPANS = {
         if vllm != releases.newest_built()  # the engine lane's
     ],
 )
-def test_the_classes_with_kvpatchs_rows(name: str, vllm: str) -> None:
+def test_the_classes_with_kvpatchs_rows(name, vllm):
     file = Path(__file__).parents[1] / "engine" / name
     ended = subprocess.run(
         [python_of(vllm), "-m", "pytest", "-q", "-p", "no:cacheprovider", file],
