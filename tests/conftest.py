@@ -1,7 +1,5 @@
 """Lanes: every test lies in exactly one folder of tests/, and carries its mark."""
 
-from __future__ import annotations
-
 import gc
 import json
 import math
@@ -114,7 +112,7 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def status_pages(tmp_path_factory: pytest.TempPathFactory) -> None:
+def status_pages(tmp_path_factory):
     """Keep what a file's tests publish away from what others, and this machine's user, see.
 
     A refused engine, which some tests make, is told by ``kvpatch status`` for an hour.
@@ -143,7 +141,7 @@ OURS = ("KVPATCH", "KVCACHED", "ENABLE_KVCACHED", "VLLM", "PYTHON")
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Runner:
+def run(tmp_path):
     """Run a command in an empty folder, with nothing of ours in its environment.
 
     Keyword arguments are environment variables; ``limit`` is a guard against a hang.

@@ -2,141 +2,120 @@
 
 from __future__ import annotations
 
-from kvpatch.rows import Row, feature, gap, replacement, seam
+from functools import partial
+
+from kvpatch.patch import Gap
+from kvpatch.rows import Parts, Row, feature, gap, replacement, seam
 from kvpatch.supported import FLOOR
 
 _OFFLOAD = "vllm.v1.kv_offload"
 _OLD, _NEW = f"{_OFFLOAD}.worker.cpu_gpu", f"{_OFFLOAD}.cpu.gpu_worker"
-_SPEC_OF_ONE_FILE, _SPEC = f"{_OFFLOAD}.cpu", f"{_OFFLOAD}.cpu.spec"
-_TIERS = f"{_OFFLOAD}.tiering.spec"
+_SPEC = f"{_OFFLOAD}.cpu.spec"
 _REGION, _REGISTER = f"{_OFFLOAD}.cpu.shared_offload_region", f"{_OFFLOAD}.cpu.host_register"
 _SIMPLE = "vllm.v1.simple_kv_offload"
-_NONE = "none: vLLM copies with CUDA, ROCm and XPU only"
 _UNTIL = "vLLM's CPU platform has streams, events and batched copies"
+
+_TORCH, _PLATFORM = "copies:torch_with_streams", "copies:platform_with_streams"
+_OPERATIONS, _AS_ASKED = "copies:operations_with_copies", "copies:pinned_as_asked"
 
 _ABSENT = gap("there is no SimpleCPUOffloadConnector")
 _STREAMS = "the worker takes streams, events and pinned memory from torch.cuda"
 _SWAP = "the worker copies with CUDA's kernels"
-_PLATFORM = "the worker takes its streams from the platform"
 _PINNED = "the CPU tier would not be registered with the device"
-_CUDA_ALIKE = "the spec makes a worker on GPUs only"
 _CONFIGURED = gap("the rank is in vLLM's configuration", since="0.32")
-_RANK = "the spec takes the rank from the index of the accelerator"
-_BATCH = "blocks are copied by a function of CUDA's driver"
 _CUDART = "the CPU tier is registered with CUDA's runtime"
+_OLD_TORCH = Row("host_copies.copy_torch_old", f"{_OLD}:torch")
+_OLD_BLOCKS = Row("host_copies.copy_blocks_old", f"{_OLD}:ops")
+_rank = partial(
+    replacement,
+    wrapper=_TORCH,
+    why="the spec takes the rank from the index of the accelerator",
+    until=_UNTIL,
+)
+
+
+def _stand_in(id: str, target: str, wrapper: str, why: str, since: str, *older: Row | Gap) -> Parts:
+    """Return the seam of a name in whose place there is another object."""
+    return seam(replacement(id, target, wrapper, why, since=since), *older)
+
+
+def _simple(id: str, name: str, wrapper: str, why: str) -> Parts:
+    """Return that of a name of SimpleCPUOffloadConnector."""
+    return _stand_in(id, f"{_SIMPLE}.{name}", wrapper, why, "0.19", _ABSENT)
+
 
 FEATURE = feature(
     "kvpatch.hostdevice",
     name="host-copies",
     summary="vLLM's own workers copy between the host device and the CPU tier",
     since=FLOOR,
-    upstream=_NONE,
+    upstream="none: vLLM copies with CUDA, ROCm and XPU only",
     until=_UNTIL,
     wanted="adapt:wanted",
     seams=(
-        seam(
-            replacement(
-                "host_copies.copy_torch",
-                f"{_NEW}:torch",
-                "copies:torch_with_streams",
-                _STREAMS,
-                since="0.21",
-            ),
-            Row("host_copies.copy_torch_old", f"{_OLD}:torch"),
+        _stand_in("host_copies.copy_torch", f"{_NEW}:torch", _TORCH, _STREAMS, "0.21", _OLD_TORCH),
+        _stand_in(
+            "host_copies.copy_blocks", f"{_NEW}:ops", _OPERATIONS, _SWAP, "0.21", _OLD_BLOCKS
         ),
-        seam(
-            replacement(
-                "host_copies.copy_blocks",
-                f"{_NEW}:ops",
-                "copies:operations_with_copies",
-                _SWAP,
-                since="0.21",
-            ),
-            Row("host_copies.copy_blocks_old", f"{_OLD}:ops"),
-        ),
-        seam(
-            replacement(
-                "host_copies.copy_platform",
-                f"{_NEW}:current_platform",
-                "copies:platform_with_streams",
-                _PLATFORM,
-                since="0.23",
-            ),
+        _stand_in(
+            "host_copies.copy_platform",
+            f"{_NEW}:current_platform",
+            _PLATFORM,
+            "the worker takes its streams from the platform",
+            "0.23",
             gap("the worker takes its streams from torch, see host_copies.copy_torch"),
         ),
-        seam(
-            replacement(
-                "host_copies.copy_pinned",
-                f"{_NEW}:PIN_MEMORY",
-                "copies:pinned",
-                _PINNED,
-                since="0.24",
-            ),
+        _stand_in(
+            "host_copies.copy_pinned",
+            f"{_NEW}:PIN_MEMORY",
+            "copies:pinned",
+            _PINNED,
+            "0.24",
             Row(
                 "host_copies.copy_pin_available",
                 f"{_NEW}:is_pin_memory_available",
-                "copies:pinned_as_asked",
+                _AS_ASKED,
                 since="0.21",
             ),
             Row("host_copies.copy_pin_available_old", f"{_OLD}:is_pin_memory_available"),
         ),
-        seam(
-            replacement(
-                "host_copies.copy_spec",
-                f"{_SPEC}:current_platform",
-                "copies:platform_with_streams",
-                _CUDA_ALIKE,
-                since="0.19",
-            ),
-            Row("host_copies.copy_spec_old", f"{_SPEC_OF_ONE_FILE}:current_platform"),
+        _stand_in(
+            "host_copies.copy_spec",
+            f"{_SPEC}:current_platform",
+            _PLATFORM,
+            "the spec makes a worker on GPUs only",
+            "0.19",
+            Row("host_copies.copy_spec_old", f"{_OFFLOAD}.cpu:current_platform"),
         ),
         seam(
             _CONFIGURED,
-            replacement(
-                "host_copies.copy_rank",
-                f"{_SPEC}:torch",
-                "copies:torch_with_streams",
-                _RANK,
-                until=_UNTIL,
-                since="0.27",
-            ),
+            _rank("host_copies.copy_rank", f"{_SPEC}:torch", since="0.27"),
             gap("the spec has no region that ranks share"),
         ),
         seam(
             _CONFIGURED,
-            replacement(
-                "host_copies.copy_tier_rank",
-                f"{_TIERS}:torch",
-                "copies:torch_with_streams",
-                _RANK,
-                until=_UNTIL,
-                since="0.24",
-            ),
+            _rank("host_copies.copy_tier_rank", f"{_OFFLOAD}.tiering.spec:torch", since="0.24"),
             gap("secondary tiers are refused (KVP329)"),
         ),
-        seam(
-            replacement(
-                "host_copies.copy_register",
-                f"{_REGISTER}:CudaRTLibrary",
-                "copies:host_registration",
-                _CUDART,
-                since="0.32",
-            ),
+        _stand_in(
+            "host_copies.copy_register",
+            f"{_REGISTER}:CudaRTLibrary",
+            "copies:host_registration",
+            _CUDART,
+            "0.32",
             Row("host_copies.copy_register_in_worker", f"{_NEW}:CudaRTLibrary", since="0.31"),
             gap("the worker registers with torch.cuda, see host_copies.copy_torch"),
         ),
-        seam(
-            replacement(
-                "host_copies.copy_register_platform",
-                f"{_REGISTER}:current_platform",
-                "copies:platform_with_streams",
-                "host memory is registered on GPUs only",
-                since="0.32",
-            ),
+        _stand_in(
+            "host_copies.copy_register_platform",
+            f"{_REGISTER}:current_platform",
+            _PLATFORM,
+            "host memory is registered on GPUs only",
+            "0.32",
             Row(
                 "host_copies.copy_unregister",
                 f"{_REGION}:torch",
-                "copies:torch_with_streams",
+                _TORCH,
                 "the CPU tier is deregistered with torch.cuda",
                 until=_UNTIL,
                 since="0.20",
@@ -148,57 +127,35 @@ FEATURE = feature(
             replacement(
                 "host_copies.copy_unregister_platform",
                 f"{_REGION}:current_platform",
-                "copies:platform_with_streams",
+                _PLATFORM,
                 "the CPU tier is deregistered on GPUs only",
                 until=_UNTIL,
                 since="0.23",
             ),
             gap("it is deregistered wherever the engine runs"),
         ),
-        seam(
-            replacement(
-                "host_copies.simple_torch",
-                f"{_SIMPLE}.worker:torch",
-                "copies:torch_with_streams",
-                _STREAMS,
-                since="0.19",
-            ),
-            _ABSENT,
-        ),
-        seam(
-            replacement(
-                "host_copies.simple_pinned",
-                f"{_SIMPLE}.worker:PIN_MEMORY",
-                "copies:pinned",
-                _PINNED,
-                since="0.24",
-            ),
+        _simple("host_copies.simple_torch", "worker:torch", _TORCH, _STREAMS),
+        _stand_in(
+            "host_copies.simple_pinned",
+            f"{_SIMPLE}.worker:PIN_MEMORY",
+            "copies:pinned",
+            _PINNED,
+            "0.24",
             Row(
                 "host_copies.simple_pin_available",
                 f"{_SIMPLE}.worker:is_pin_memory_available",
-                "copies:pinned_as_asked",
+                _AS_ASKED,
                 since="0.19",
             ),
             _ABSENT,
         ),
-        seam(
-            replacement(
-                "host_copies.simple_register",
-                f"{_SIMPLE}.cuda_mem_ops:torch",
-                "copies:torch_with_streams",
-                _CUDART,
-                since="0.19",
-            ),
-            _ABSENT,
-        ),
-        seam(
-            replacement(
-                "host_copies.simple_memcpy",
-                f"{_SIMPLE}.cuda_mem_ops:_resolve_batch_memcpy",
-                "copies:batched_copies",
-                _BATCH,
-                since="0.29",
-            ),
+        _simple("host_copies.simple_register", "cuda_mem_ops:torch", _TORCH, _CUDART),
+        _stand_in(
+            "host_copies.simple_memcpy",
+            f"{_SIMPLE}.cuda_mem_ops:_resolve_batch_memcpy",
+            "copies:batched_copies",
+            "blocks are copied by a function of CUDA's driver",
+            "0.29",
             Row(
                 "host_copies.simple_memcpy_alone",
                 wrapper="legacy:batched_copies",
@@ -207,25 +164,17 @@ FEATURE = feature(
             ),
             _ABSENT,
         ),
-        seam(
-            replacement(
-                "host_copies.simple_events",
-                f"{_SIMPLE}.copy_backend:torch",
-                "copies:torch_with_streams",
-                "the end of a copy is an event of torch",
-                since="0.19",
-            ),
-            _ABSENT,
+        _simple(
+            "host_copies.simple_events",
+            "copy_backend:torch",
+            _TORCH,
+            "the end of a copy is an event of torch",
         ),
-        seam(
-            replacement(
-                "host_copies.simple_device",
-                f"{_SIMPLE}.copy_backend:current_platform",
-                "copies:platform_with_streams",
-                "the thread that copies sets its device",
-                since="0.19",
-            ),
-            _ABSENT,
+        _simple(
+            "host_copies.simple_device",
+            "copy_backend:current_platform",
+            _PLATFORM,
+            "the thread that copies sets its device",
         ),
         seam(
             Row(

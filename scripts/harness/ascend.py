@@ -5,8 +5,6 @@ it is made on demand (``scripts/environment ascend-0.23.0``), and only the tests
 it. What it can share with ``.venv`` it shares.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The ``kv_transfer_config`` of every connector, in one place."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ rest. Run by scripts/site, in the environment that it makes. What kvpatch itself
 tests/unit/test_containers.py.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterator

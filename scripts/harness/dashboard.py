@@ -4,8 +4,6 @@ Grafana's SDK reads the file into its types and writes it back: a field that is 
 on the way is an error. Run by scripts/site, in the environment that it makes.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator

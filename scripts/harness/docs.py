@@ -10,8 +10,6 @@ docs/vllm-recipes.md and their shares in README.md. From docs/results/gpu.json, 
 there: what docs/on-a-gpu.md, README.md, docs/index.md and docs/support.md say of GPUs.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterable

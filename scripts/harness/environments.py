@@ -7,8 +7,6 @@ requirements) is shared; only the release itself and the requirements that .venv
 not satisfy are installed, in about 20 seconds.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -3,8 +3,6 @@
 Beside ``harness.models``, whose recorded runs are of the models as they are there.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -4,8 +4,6 @@
 scripts/docs puts it into README.md.
 """
 
-from __future__ import annotations
-
 import tempfile
 from dataclasses import replace
 from pathlib import Path

@@ -4,8 +4,6 @@ A test says it itself, with ``@pytest.mark.fault(what, then)``; those of a file 
 the first line of the file. ``ELSEWHERE`` names tests of other lanes, which show more than a fault.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass

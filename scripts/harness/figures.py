@@ -1,7 +1,5 @@
 """The look of the plots, and their SVG."""
 
-from __future__ import annotations
-
 import io
 import re
 

@@ -1,7 +1,5 @@
 """Engines in this process, for the models of ``model_cache``."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

@@ -4,7 +4,6 @@
     python -m harness.kills --kills 4           a few
     python -m harness.kills --seed 5            another sequence
     python -m harness.kills --report FILE       write the figures there, as JSON
-    python -m harness.kills --report FILE --append      and add them to those of that file
 
 Plain vLLM generates the tokens of all prompts first. Then ``vllm serve`` with a CPU tier and a
 disk behind it serves prompts at random until it is killed: in the middle of a copy to or from the
@@ -15,8 +14,6 @@ names, which the report counts.
 
 /dev/shm is one of this run's own, so that what lies there is of its engines.
 """
-
-from __future__ import annotations
 
 import argparse
 import json
@@ -393,7 +390,6 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--report", type=Path, help="write the figures there, as JSON")
-    parser.add_argument("--append", action="store_true", help="add to the report's figures")
     options = parser.parse_args()
     screen = console.Screen("kills")
     return console.run(screen, lambda: run(options, screen.say))
@@ -404,9 +400,6 @@ def run(options: argparse.Namespace, say: Callable[[str], None]) -> int:
     namespaces.own_mounts()
     namespaces.mount_tmpfs(SHARED, SHARED_BYTES)
     adopt_orphans()
-    earlier: dict[str, Any] = {"runs": []}
-    if options.append and options.report and options.report.exists():
-        earlier = json.loads(options.report.read_text())
     head = provenance.header("python -m harness.kills")
     with workspace() as folder:
         kills = Kills(folder, options.seed, options.kills, say)
@@ -415,10 +408,9 @@ def run(options: argparse.Namespace, say: Callable[[str], None]) -> int:
         finally:
             process.close_servers()
             done = [one for one in kills.kills if "next" in one]
-            runs = [*earlier["runs"], {"seed": options.seed, "kills": done}]
-            every = [one for each in runs for one in each["kills"]]
-            if options.report and every:
-                provenance.write(head | {"totals": totals(every), "runs": runs}, options.report)
+            if options.report and done:
+                found = {"totals": totals(done), "seed": options.seed, "kills": done}
+                provenance.write(head | found, options.report)
     print(json.dumps(totals(done), indent=1))
     faults = [one for one in done if bad(one)]
     say(f"{len(faults)} of {len(done)} kills show a fault" if faults else "nothing wrong or left")

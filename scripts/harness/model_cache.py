@@ -1,7 +1,5 @@
 """Small models with random weights, made once and kept beside the environment they need."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil

@@ -5,8 +5,6 @@ cache shows in the tokens; vLLM's dummy weights are so small that any KV cache
 gives the same ones. The tokenizer has one token a byte and needs no download.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -3,8 +3,6 @@
 Whoever is not root asks for them inside ``unshare --user --map-root-user``.
 """
 
-from __future__ import annotations
-
 import ctypes
 import subprocess
 from collections.abc import Iterator

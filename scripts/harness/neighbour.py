@@ -4,8 +4,6 @@ It charges the device's ledger as one that has mapped pages does, says that it i
 with its standard input. It imports nothing large: neighbours come and go in a fraction of a second.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import subprocess

@@ -16,8 +16,6 @@ Exit status: 0, nothing moved and everything passed; 1, there is something to re
 failed, or could not begin, and what is left to run by hand was printed.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

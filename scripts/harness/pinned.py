@@ -1,7 +1,5 @@
 """Plain copies between a device and pinned memory, as many and as large as a connector's."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any

@@ -6,9 +6,6 @@ After each step the kernel's count of their CPU tiers is compared with the pool'
 has the most that it was exceeded by.
 """
 
-from __future__ import annotations
-
-import argparse
 import fcntl
 import os
 import random
@@ -17,13 +14,12 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from harness import ROOT, console, provenance
+from harness import console
 from harness.engines.pools import Pooled
 from harness.engines.runs import Device, Run, block_bytes, prompts
 from kvpatch.environ import HOST_POOL
 from kvpatch.pool import ledger
 
-RESULT = ROOT / "docs/results/pool.json"
 NAME = f"soak{os.getpid()}"
 MIB = 1 << 20
 SIZE = 96 * MIB
@@ -109,19 +105,16 @@ def tiers(home: Path) -> dict[tuple[int, int], int]:
 
 
 def main() -> int:
-    """Run, print and write the result; the exit status is 1 if the pool was ever too large."""
+    """Run and print; the exit status is 1 if the pool was ever too large."""
     parser = console.parser("scripts/soak-pool", __doc__ or "")
     parser.add_argument("--minutes", type=float, default=60, help="default: %(default)s")
-    parser.add_argument("--report", type=Path, default=RESULT)
     options = parser.parse_args()
-    return console.run(console.Screen("soak-pool"), lambda: report(options))
+    return console.run(console.Screen("soak-pool"), lambda: report(options.minutes))
 
 
-def report(options: argparse.Namespace) -> int:
-    """Run the engines and write what was found."""
-    head = provenance.header(f"scripts/soak-pool --minutes {options.minutes:g}")
+def report(minutes: float) -> int:
+    """Run the engines and print what was found."""
     with tempfile.TemporaryDirectory(prefix="kvpatch-soak-") as name:
-        found = soak(Path(name), options.minutes)
+        found = soak(Path(name), minutes)
     print(found, flush=True)
-    provenance.write(head | found, options.report)
     return 1 if found["bytes_over_the_size"] else 0

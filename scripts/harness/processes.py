@@ -1,7 +1,5 @@
 """Processes of the harness: their environment, and functions that run in one of their own."""
 
-from __future__ import annotations
-
 import importlib
 import itertools
 import json

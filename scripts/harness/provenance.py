@@ -1,7 +1,5 @@
 """What a result depends on: commit, versions, kind of machine. No names, no paths."""
 
-from __future__ import annotations
-
 import datetime
 import json
 import os

@@ -8,8 +8,6 @@ lane, because what builds the wheel needs a newer one. The model of the fence is
 takes longest, and is the same on each of them.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

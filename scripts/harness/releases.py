@@ -1,7 +1,5 @@
 """Releases of vLLM that tests and CI run: those that are validated, and what stands for them."""
 
-from __future__ import annotations
-
 import sys
 
 from packaging.version import Version

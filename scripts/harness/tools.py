@@ -7,8 +7,6 @@ on the host device. A folder is the environment of the tool; that of vLLM's mult
 its script too. scripts/docs puts what the server counted beside them.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Folders of tools for one command, made again when what they are made from changes."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil

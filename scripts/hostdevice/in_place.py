@@ -1,7 +1,5 @@
 """An editable install copies no files: those that are forced into the wheel are kvpatch's."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface

@@ -1,7 +1,5 @@
 """The ACL runtime as tests call it."""
 
-from __future__ import annotations
-
 import ctypes
 import threading
 from collections.abc import Iterator

@@ -1,12 +1,9 @@
 """The ACL emulator, built once, with a device of its own for every test."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,13 +18,13 @@ MIB = 1 << 20
 
 
 @pytest.fixture(scope="session")
-def emulator(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def emulator(tmp_path_factory):
     """Its folder, laid out as CANN's."""
     return library.build(tmp_path_factory.mktemp("acl"))
 
 
 @pytest.fixture(scope="session")
-def kvcached(emulator: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def kvcached(emulator, tmp_path_factory):
     """A folder with kvcached, installed by the command that operators run."""
     target = tmp_path_factory.mktemp("kvcached")
     command = [sys.executable, "-m", "kvpatch.ascend", "install", "--target", str(target)]
@@ -39,7 +36,7 @@ def kvcached(emulator: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def device(emulator: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ACL]:
+def device(emulator, tmp_path, monkeypatch):
     """A device of 64 MiB that this process alone uses."""
     monkeypatch.setenv(HOST_DEVICE.name, "64MiB")
     monkeypatch.setenv(HOST_DEVICE_DIR.name, str(tmp_path))

@@ -1,7 +1,5 @@
 """The life of kvcached's pools of two layers; prints what was seen as JSON."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import sys

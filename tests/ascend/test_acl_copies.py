@@ -1,14 +1,11 @@
 """What ACL's documents say of copies and streams, the emulator does, or refuses."""
 
-from __future__ import annotations
-
 import ctypes
 import threading
 
 import acl_runtime as runtime
 import pytest
 from acl_runtime import (
-    ACL,
     NOT_SUPPORTED,
     PAGE,
     PARAMETER,
@@ -26,7 +23,7 @@ def refused(status: int, why: str):  # type: ignore[no-untyped-def]
 
 
 @pytest.fixture
-def page(device: ACL) -> int:
+def page(device):
     """A page that is mapped, with its own number of bytes in it."""
     address = device.reserve()
     device.map(address, device.physical())
@@ -39,7 +36,7 @@ def pageable(size: int) -> tuple[object, int]:
     return buffer, ctypes.addressof(buffer)
 
 
-def test_a_batch_stores_and_loads(device: ACL, page: int) -> None:
+def test_a_batch_stores_and_loads(device, page):
     host, stream = device.pinned(PAGE), device.stream()
     before = device.library.kvpatch_acl_batches()
     device.batch([(host, page + 2, 3), (host + 8, page + 7, 2)], stream)
@@ -51,20 +48,20 @@ def test_a_batch_stores_and_loads(device: ACL, page: int) -> None:
     assert device.library.kvpatch_acl_batches() == before + 2
 
 
-def test_a_batch_has_one_direction(device: ACL, page: int) -> None:
+def test_a_batch_has_one_direction(device, page):
     host, stream = device.pinned(PAGE), device.stream()
     with refused(PARAMETER, "a batch has one direction") as error:
         device.batch([(host, page, 1), (page, host, 1)], stream, [TO_HOST, TO_DEVICE])
     assert error.value.args[-1] == 1
 
 
-def test_a_batch_goes_between_host_and_device(device: ACL, page: int) -> None:
+def test_a_batch_goes_between_host_and_device(device, page):
     with refused(PARAMETER, "between the host and the device only"):
         device.batch([(page + 10, page, 1)], device.stream(), 0)
 
 
 @pytest.mark.parametrize("side", ["source", "destination"])
-def test_a_batch_names_the_copy_of_unmapped_memory(device: ACL, page: int, side: str) -> None:
+def test_a_batch_names_the_copy_of_unmapped_memory(device, page, side):
     host, stream = device.pinned(PAGE), device.stream()
     before = device.read(host, 4)
     last = page + PAGE - 4  # the four bytes behind it are another page, which is not mapped
@@ -78,12 +75,12 @@ def test_a_batch_names_the_copy_of_unmapped_memory(device: ACL, page: int, side:
     assert device.read(host, 4) == before  # nothing of a refused batch was done
 
 
-def test_a_batch_without_a_direction_is_refused(device: ACL, page: int) -> None:
+def test_a_batch_without_a_direction_is_refused(device, page):
     with refused(PARAMETER, "without a direction"):
         device.batch([(device.pinned(1), page, 1)], device.stream(), [])
 
 
-def test_device_memory_is_no_host_memory(device: ACL, page: int) -> None:
+def test_device_memory_is_no_host_memory(device, page):
     with refused(PARAMETER, "the destination is not on the host"):
         device.copy(page + 100, page, 1, TO_HOST)
     with refused(PARAMETER, "the source is not on the host"):
@@ -91,7 +88,7 @@ def test_device_memory_is_no_host_memory(device: ACL, page: int) -> None:
 
 
 @pytest.mark.parametrize("batch", [False, True])
-def test_a_copy_to_pinned_memory_is_asynchronous(device: ACL, page: int, batch: bool) -> None:
+def test_a_copy_to_pinned_memory_is_asynchronous(device, page, batch):
     host, stream, event = device.pinned(PAGE), device.stream(), device.event()
     with device.held(stream):
         if batch:
@@ -107,7 +104,7 @@ def test_a_copy_to_pinned_memory_is_asynchronous(device: ACL, page: int, batch: 
 
 
 @pytest.mark.parametrize("batch", [False, True])
-def test_a_copy_to_other_memory_is_synchronous(device: ACL, page: int, batch: bool) -> None:
+def test_a_copy_to_other_memory_is_synchronous(device, page, batch):
     """And so waits for what the stream has before it: in a thread, while the stream is held."""
     (kept, host), stream = pageable(16), device.stream()
     returned = threading.Event()
@@ -130,7 +127,7 @@ def test_a_copy_to_other_memory_is_synchronous(device: ACL, page: int, batch: bo
     assert kept
 
 
-def test_a_test_holds_batches_in_any_process(device: ACL, page: int) -> None:
+def test_a_test_holds_batches_in_any_process(device, page):
     host, stream, event = device.pinned(PAGE), device.stream(), device.event()
     with ledger.hold_copies():
         device.batch([(host, page, 10)], stream)
@@ -140,7 +137,7 @@ def test_a_test_holds_batches_in_any_process(device: ACL, page: int) -> None:
     assert device.read(host, 10) == b"0123456789"
 
 
-def test_a_page_unmapped_under_a_copy_fails_its_stream_and_events(device: ACL, page: int) -> None:
+def test_a_page_unmapped_under_a_copy_fails_its_stream_and_events(device, page):
     host, stream, event = device.pinned(PAGE), device.stream(), device.event()
     with device.held(stream):
         device.batch([(host, page, 10)], stream)
@@ -152,7 +149,7 @@ def test_a_page_unmapped_under_a_copy_fails_its_stream_and_events(device: ACL, p
         device.reached(event)
 
 
-def test_another_page_under_a_copy_is_copied_without_an_error(device: ACL, page: int) -> None:
+def test_another_page_under_a_copy_is_copied_without_an_error(device, page):
     """What kvcached does: a scratch page takes the place of the one that is unmapped."""
     host, stream = device.pinned(PAGE), device.stream()
     with device.held(stream):
@@ -163,7 +160,7 @@ def test_another_page_under_a_copy_is_copied_without_an_error(device: ACL, page:
     assert device.read(host, 10) == bytes(10)
 
 
-def test_a_stream_waits_for_an_event_of_another(device: ACL, page: int) -> None:
+def test_a_stream_waits_for_an_event_of_another(device, page):
     host, compute, copies, event = (
         device.pinned(PAGE),
         device.stream(),
@@ -181,7 +178,7 @@ def test_a_stream_waits_for_an_event_of_another(device: ACL, page: int) -> None:
     assert device.read(host, 8) == b"computed"
 
 
-def test_a_store_that_does_not_wait_reads_what_was_there(device: ACL, page: int) -> None:
+def test_a_store_that_does_not_wait_reads_what_was_there(device, page):
     host, compute, copies = device.pinned(PAGE), device.stream(), device.stream()
     new = device.pinned(PAGE)
     device.write(new, b"computed")
@@ -192,7 +189,7 @@ def test_a_store_that_does_not_wait_reads_what_was_there(device: ACL, page: int)
         assert device.read(host, 8) == b"01234567"
 
 
-def test_the_device_is_waited_for_as_a_whole(device: ACL, page: int) -> None:
+def test_the_device_is_waited_for_as_a_whole(device, page):
     host, streams = device.pinned(PAGE), [device.stream(), device.stream()]
     for number, stream in enumerate(streams):
         device.batch([(host + number, page + number, 1)], stream)
@@ -212,18 +209,18 @@ def test_the_device_is_waited_for_as_a_whole(device: ACL, page: int) -> None:
         "aclrtMemSetAccess",
     ],
 )
-def test_what_the_emulator_cannot_do_is_an_error_with_its_name(device: ACL, call: str) -> None:
+def test_what_the_emulator_cannot_do_is_an_error_with_its_name(device, call):
     with refused(NOT_SUPPORTED, f"{call}: the "):
         device.ok(call)
 
 
-def test_an_operator_is_not_even_described(device: ACL) -> None:
+def test_an_operator_is_not_even_described(device):
     describe = device.library.aclCreateTensorDesc
     describe.restype = runtime.address_t
     assert describe() is None
 
 
-def test_no_kernel_of_ascend_has_a_name(device: ACL) -> None:
+def test_no_kernel_of_ascend_has_a_name(device):
     """torch_npu looks up aclnn calls when it needs them."""
     assert not hasattr(device.library, "aclnnAdd")
     assert not hasattr(device.library, "aclnnAddGetWorkspaceSize")
@@ -231,11 +228,11 @@ def test_no_kernel_of_ascend_has_a_name(device: ACL) -> None:
 
 
 @pytest.mark.parametrize("call", ["aclrtSynchronizeStream", "aclrtDestroyStream"])
-def test_what_is_no_stream_is_refused(device: ACL, call: str) -> None:
+def test_what_is_no_stream_is_refused(device, call):
     with refused(PARAMETER, f"{call}: this is no stream"):
         device.ok(call, runtime.address_t(4096))
 
 
-def test_what_is_no_event_is_refused(device: ACL) -> None:
+def test_what_is_no_event_is_refused(device):
     with refused(PARAMETER, "this is no event"):
         device.ok("aclrtSynchronizeEvent", runtime.address_t(4096))

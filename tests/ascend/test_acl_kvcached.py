@@ -1,7 +1,5 @@
 """kvcached's own C++, unchanged, on the ACL runtime."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -18,9 +16,7 @@ HERE = Path(__file__).parent
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["per layer", "contiguous"])
-def life(
-    request: pytest.FixtureRequest, kvcached: Path, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Any]:
+def life(request, kvcached, tmp_path_factory):
     """What a process saw of two layers' pools from their making to their end."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("KVCACHED")}
     environment = {
@@ -38,44 +34,44 @@ def life(
     return {**seen, "contiguous": request.param, "stderr": done.stderr}
 
 
-def test_the_sources_are_kvcacheds_own_and_the_calls_acls(life: dict[str, Any]) -> None:
+def test_the_sources_are_kvcacheds_own_and_the_calls_acls(life):
     assert life["runtime"] == 2  # the emulator; 1 is CANN
     assert life["on libascendcl.so"]
 
 
-def test_reserving_costs_the_scratch_page_only(life: dict[str, Any]) -> None:
+def test_reserving_costs_the_scratch_page_only(life):
     assert life["free"] == 256
     assert life["free after reserving"] == 254 if not life["contiguous"] else 248
 
 
-def test_mapping_takes_pages_and_unmapping_gives_them_back(life: dict[str, Any]) -> None:
+def test_mapping_takes_pages_and_unmapping_gives_them_back(life):
     assert life["free after reserving"] - life["free after mapping"] == 8
     assert life["free after unmapping"] == life["free after reserving"]
 
 
 def test_a_mapped_page_keeps_its_bytes_and_an_unmapped_one_loses_them(
-    life: dict[str, Any],
-) -> None:
+    life,
+):
     assert life["written"] == [7, 7, 7]
     assert life["after unmapping"] != [7, 7, 7]
 
 
-def test_every_hole_is_the_one_scratch_page(life: dict[str, Any]) -> None:
+def test_every_hole_is_the_one_scratch_page(life):
     assert life["written to one hole, read in another"] == [9, 9, 9]
 
 
-def test_the_pool_of_a_pages_own_thread_needs_no_device(life: dict[str, Any]) -> None:
+def test_the_pool_of_a_pages_own_thread_needs_no_device(life):
     """kvcached maps pages ahead of need in a thread that selects no device; ACL wants one."""
     assert life["mapped in a thread"]
 
 
-def test_the_end_gives_everything_back(life: dict[str, Any]) -> None:
+def test_the_end_gives_everything_back(life):
     """The whole pool is unmapped at once, which ACL does mapping by mapping."""
     assert life["free at the end"] == 256
     assert "failed" not in life["stderr"]
 
 
-def test_cann_is_preferred_and_told_from_the_emulator(emulator: Path, tmp_path: Path) -> None:
+def test_cann_is_preferred_and_told_from_the_emulator(emulator, tmp_path):
     found = runtime.find({"ASCEND_HOME_PATH": str(emulator)})
     assert found == (emulator, True)
     (tmp_path / "include/acl").mkdir(parents=True)
@@ -87,9 +83,7 @@ def test_cann_is_preferred_and_told_from_the_emulator(emulator: Path, tmp_path: 
     assert runtime.find({"ASCEND_TOOLKIT_HOME": str(tmp_path)}) == (tmp_path, False)
 
 
-def test_without_cann_and_emulator_there_is_one_sentence(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_cann_and_emulator_there_is_one_sentence(monkeypatch, capsys):
     from kvpatch.ascend import __main__ as command
 
     monkeypatch.setattr(runtime, "find", lambda: None)

@@ -1,7 +1,5 @@
 """What ACL's documents forbid of memory, the emulator refuses."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading
@@ -9,7 +7,7 @@ from pathlib import Path
 
 import acl_runtime as runtime
 import pytest
-from acl_runtime import ACL, BUSY, NO_CONTEXT, OUT_OF_MEMORY, PAGE, PARAMETER, Properties, Refused
+from acl_runtime import BUSY, NO_CONTEXT, OUT_OF_MEMORY, PAGE, PARAMETER, Properties, Refused
 
 TIB, GIB = 1 << 40, 1 << 30
 
@@ -30,19 +28,19 @@ def refused(status: int, why: str):  # type: ignore[no-untyped-def]
     ],
     ids=lambda value: "".join(value) if isinstance(value, dict) else "",
 )
-def test_a_reservation_is_refused(device: ACL, arguments: dict[str, int], why: str) -> None:
+def test_a_reservation_is_refused(device, arguments, why):
     with refused(PARAMETER, why):
         device.reserve(**arguments)
 
 
-def test_what_is_allowed_of_a_reservation(device: ACL) -> None:
+def test_what_is_allowed_of_a_reservation(device):
     for arguments in ({"size": 128 * GIB}, {"wish": 16 * TIB}, {}):
         address = device.reserve(**arguments)
         assert address % PAGE == 0
         device.release(address)
 
 
-def test_reserved_addresses_are_no_memory(device: ACL) -> None:
+def test_reserved_addresses_are_no_memory(device):
     free = device.free()
     address = device.reserve()
     assert device.free() == free
@@ -52,13 +50,13 @@ def test_reserved_addresses_are_no_memory(device: ACL) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 1, PAGE - 1, PAGE + 1])
-def test_physical_memory_is_whole_pages(device: ACL, size: int) -> None:
+def test_physical_memory_is_whole_pages(device, size):
     with refused(PARAMETER, "not in whole pages of 2 MiB"):
         device.physical(size)
 
 
 @pytest.mark.parametrize("wanted", [Properties(attribute=5), Properties(device=1)])
-def test_physical_memory_is_huge_pages_of_the_device(device: ACL, wanted: Properties) -> None:
+def test_physical_memory_is_huge_pages_of_the_device(device, wanted):
     with refused(PARAMETER, "huge pages of device 0"):
         device.physical(properties=wanted)
 
@@ -72,13 +70,13 @@ def test_physical_memory_is_huge_pages_of_the_device(device: ACL, wanted: Proper
     ],
     ids=lambda value: "".join(value) if isinstance(value, dict) else "",
 )
-def test_a_handle_is_mapped_as_a_whole(device: ACL, arguments: dict[str, int], why: str) -> None:
+def test_a_handle_is_mapped_as_a_whole(device, arguments, why):
     address, handle = device.reserve(), device.physical(2 * PAGE)
     with refused(PARAMETER, why):
         device.map(address, handle, **{"size": 2 * PAGE, **arguments})
 
 
-def test_a_mapping_lies_in_one_reservation_and_on_nothing_else(device: ACL) -> None:
+def test_a_mapping_lies_in_one_reservation_and_on_nothing_else(device):
     address, handle = device.reserve(2 * PAGE), device.physical()
     with refused(PARAMETER, "not at a page of 2 MiB"):
         device.map(address + 4096, handle)
@@ -89,7 +87,7 @@ def test_a_mapping_lies_in_one_reservation_and_on_nothing_else(device: ACL) -> N
         device.map(address, handle)
 
 
-def test_a_freed_handle_is_none(device: ACL) -> None:
+def test_a_freed_handle_is_none(device):
     address, handle = device.reserve(), device.physical()
     device.free_physical(handle)
     with refused(PARAMETER, "this is no handle, or was freed"):
@@ -98,7 +96,7 @@ def test_a_freed_handle_is_none(device: ACL) -> None:
         device.free_physical(handle)
 
 
-def test_only_the_head_of_a_mapping_unmaps_it(device: ACL) -> None:
+def test_only_the_head_of_a_mapping_unmaps_it(device):
     address, handle = device.reserve(), device.physical(2 * PAGE)
     device.map(address, handle, size=2 * PAGE)
     with refused(PARAMETER, "no mapping begins at"):
@@ -108,7 +106,7 @@ def test_only_the_head_of_a_mapping_unmaps_it(device: ACL) -> None:
         device.unmap(address)
 
 
-def test_addresses_with_a_mapping_are_not_released(device: ACL) -> None:
+def test_addresses_with_a_mapping_are_not_released(device):
     address = device.reserve()
     device.map(address + 3 * PAGE, device.physical())
     with refused(BUSY, "memory is still mapped"):
@@ -119,7 +117,7 @@ def test_addresses_with_a_mapping_are_not_released(device: ACL) -> None:
     device.release(address)
 
 
-def test_free_memory_follows_the_handle_and_its_last_mapping(device: ACL) -> None:
+def test_free_memory_follows_the_handle_and_its_last_mapping(device):
     address, free = device.reserve(), device.free()
     handle = device.physical()
     assert device.free() == free - 2
@@ -135,7 +133,7 @@ def test_free_memory_follows_the_handle_and_its_last_mapping(device: ACL) -> Non
     assert device.free() == free
 
 
-def test_the_next_owner_of_a_page_reads_zeros(device: ACL) -> None:
+def test_the_next_owner_of_a_page_reads_zeros(device):
     address = device.reserve()
     for _ in range(2):
         handle = device.physical()
@@ -146,7 +144,7 @@ def test_the_next_owner_of_a_page_reads_zeros(device: ACL) -> None:
         device.free_physical(handle)
 
 
-def test_memory_ends(device: ACL) -> None:
+def test_memory_ends(device):
     for _ in range(device.free() // 2):
         device.physical()
     with refused(OUT_OF_MEMORY, "the device has no more memory"):
@@ -155,7 +153,7 @@ def test_memory_ends(device: ACL) -> None:
         device.malloc(1)
 
 
-def test_an_allocation_is_charged_and_freed_once(device: ACL) -> None:
+def test_an_allocation_is_charged_and_freed_once(device):
     free = device.free()
     address = device.malloc(3 << 20)
     assert device.free() == free - 4
@@ -178,7 +176,7 @@ sys.stdin.read()
 """
 
 
-def test_all_processes_share_one_device(device: ACL) -> None:
+def test_all_processes_share_one_device(device):
     free = device.free()
     command = [sys.executable, "-c", ANOTHER, device.library._name]
     with subprocess.Popen(
@@ -197,7 +195,7 @@ def test_all_processes_share_one_device(device: ACL) -> None:
     assert device.free() == free
 
 
-def test_a_thread_without_a_device_has_no_context(device: ACL) -> None:
+def test_a_thread_without_a_device_has_no_context(device):
     outcomes: list[int] = []
 
     def without() -> None:
@@ -213,11 +211,11 @@ def test_a_thread_without_a_device_has_no_context(device: ACL) -> None:
     assert outcomes == [NO_CONTEXT] * 6
 
 
-def test_the_runtime_starts_once(device: ACL) -> None:
+def test_the_runtime_starts_once(device):
     with refused(100002, "the runtime has been started"):
         device.ok("aclInit", None)
 
 
-def test_there_is_one_device(device: ACL) -> None:
+def test_there_is_one_device(device):
     with refused(107001, "there is one device, 0"):
         device.ok("aclrtSetDevice", 1)

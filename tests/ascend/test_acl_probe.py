@@ -1,11 +1,8 @@
 """The probe of an NPU, on the emulator: what it asks of ACL and of kvcached."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -13,9 +10,7 @@ from kvpatch.environ import HOST_DEVICE, HOST_DEVICE_DIR
 
 
 @pytest.fixture(scope="module")
-def done(
-    emulator: Path, kvcached: Path, tmp_path_factory: pytest.TempPathFactory
-) -> subprocess.CompletedProcess[str]:
+def done(emulator, kvcached, tmp_path_factory):
     """The command, as an operator runs it."""
     folder = tmp_path_factory.mktemp("probe")
     kept = {name: value for name, value in os.environ.items() if not name.startswith("KVCACHED")}
@@ -42,21 +37,19 @@ def done(
         "kvcached's pools, computation on a page and a hole",
     ],
 )
-def test_what_the_probe_asks_is_right_by_the_documents(
-    done: subprocess.CompletedProcess[str], question: str
-) -> None:
+def test_what_the_probe_asks_is_right_by_the_documents(done, question):
     (line,) = [line for line in done.stdout.splitlines() if line.startswith(f"{question}: ")]
     assert line.startswith(f"{question}: right: "), done.stdout + done.stderr
 
 
 def test_a_page_that_is_unmapped_under_a_copy_is_lost_here(
-    done: subprocess.CompletedProcess[str],
-) -> None:
+    done,
+):
     assert "a page unmapped under a copy: seen: unmap returned after " in done.stdout
     assert "the bytes were lost" in done.stdout
 
 
-def test_without_torch_npu_it_is_not_finished(done: subprocess.CompletedProcess[str]) -> None:
+def test_without_torch_npu_it_is_not_finished(done):
     assert "copies behind the computation: not asked: torch_npu is not installed" in done.stdout
     assert "the probe was unfinished" in done.stdout
     assert done.returncode == 3

@@ -1,10 +1,7 @@
 """NCCL's collectives on the emulated devices, between two processes, without torch."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
-from pathlib import Path
 
 from harness import releases
 from harness.cuda import emulated
@@ -74,7 +71,7 @@ assert cuda.cudaMalloc(byref(other), c_size_t(64)) == 801  # not emulated in one
 """
 
 
-def test_two_ranks_have_what_each_gave_and_a_process_one_device(tmp_path: Path) -> None:
+def test_two_ranks_have_what_each_gave_and_a_process_one_device(tmp_path):
     release = releases.newest_built()
     emulated.made(release)
     here = emulated.device_of(release)

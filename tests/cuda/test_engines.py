@@ -3,10 +3,6 @@
 Each is under every kind of delay; `python -m harness.cuda.campaign` has more seeds of each.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
 from harness import releases
@@ -21,7 +17,7 @@ ENGINES = (
 
 
 @pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def engines(tmp_path_factory):
     folder = tmp_path_factory.mktemp("cuda")
     campaign.plain(RELEASE, folder)
     every = campaign.engines(folder)
@@ -29,16 +25,14 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_an_engine_does_what_plain_vllm_does_and_all_it_does_is_ordered(
-    engines: dict[str, Any], name: str
-) -> None:
+def test_an_engine_does_what_plain_vllm_does_and_all_it_does_is_ordered(engines, name):
     assert "ended" not in engines[name], engines[name]
     row = campaign.summed(engines[name], RELEASE)
     assert campaign.right(row), row
     assert row["unmaps"] > 0
 
 
-def test_a_library_of_nvidias_is_seen() -> None:
+def test_a_library_of_nvidias_is_seen():
     site = environment.site_of(RELEASE)
     real = str(site / "nvidia/cu13/lib/libcudart.so.13")
     ours = str(emulated.device_of(RELEASE) / "libcudart.so.13")

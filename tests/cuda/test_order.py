@@ -1,7 +1,5 @@
 """What the emulated device says of order, asked through its own functions, without torch."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -59,7 +57,7 @@ print(json.dumps([cuda.emu_complaint(n).decode() for n in range(cuda.emu_count(4
 
 
 @pytest.fixture(scope="module")
-def device(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def device(tmp_path_factory):
     folder = tmp_path_factory.mktemp("device")
     if build.headers(None) is None:
         pytest.skip("CUDA's headers are not there")
@@ -77,10 +75,10 @@ def said(device: Path, how: str) -> list[str]:
     return list(json.loads(done.stdout.splitlines()[-1]))
 
 
-def test_what_waits_for_work_that_says_late_what_it_touches_is_ordered(device: Path) -> None:
+def test_what_waits_for_work_that_says_late_what_it_touches_is_ordered(device):
     assert said(device, "waits") == []
 
 
-def test_what_does_not_wait_for_it_is_a_complaint_with_both_names(device: Path) -> None:
+def test_what_does_not_wait_for_it_is_a_complaint_with_both_names(device):
     (complaint,) = said(device, "does not")
     assert complaint.startswith("RACE: a step writes") and "a copy of stream" in complaint

@@ -4,11 +4,8 @@ The copies are those of the connectors' own classes, without an engine, and of e
 requests end with their first token, so that pages are given back at once.
 """
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -39,9 +36,7 @@ def complaints(release: str, folder: Path, *words: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("release", "part", "row", "without"), ROWS)
-def test_a_copy_is_ordered_with_the_row_only(
-    tmp_path: Path, release: str, part: str, row: str, without: list[tuple[str, str]]
-) -> None:
+def test_a_copy_is_ordered_with_the_row_only(tmp_path, release, part, row, without):
     for name in ("with", "less"):
         (tmp_path / name).mkdir()
     assert complaints(release, tmp_path / "with", part) == []
@@ -62,7 +57,7 @@ OF_ENGINES = {
 
 
 @pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def engines(tmp_path_factory):
     folder = tmp_path_factory.mktemp("engines")
     campaign.plain(RELEASE, folder)
     given = campaign.engines(folder)["Offloading"]
@@ -75,16 +70,16 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {name: campaign.summed(one, RELEASE) for name, one in found.items()}
 
 
-def test_requests_that_end_at_once_are_stored_and_loaded(engines: dict[str, Any]) -> None:
+def test_requests_that_end_at_once_are_stored_and_loaded(engines):
     assert campaign.right(engines["all rows"]), engines["all rows"]
 
 
 @pytest.mark.parametrize("row", ["fence.build", "fence.release"])
-def test_an_engine_without_the_row_unmaps_under_a_copy(engines: dict[str, Any], row: str) -> None:
+def test_an_engine_without_the_row_unmaps_under_a_copy(engines, row):
     assert engines[row]["first complaint"].startswith(UNMAPS), engines[row]
     assert OF_COPY in engines[row]["first complaint"]
 
 
-def test_an_engine_without_the_fence_loads_other_bytes(engines: dict[str, Any]) -> None:
+def test_an_engine_without_the_fence_loads_other_bytes(engines):
     assert engines["fence.install"]["blocks"]["wrong"] > 0, engines["fence.install"]
     assert engines["fence.install"]["wrong answers"] > 0

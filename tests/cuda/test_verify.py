@@ -4,8 +4,6 @@ It sleeps and has a host pool: a right run lifts both refusals, and what only a 
 that the pool took back, makes wrong is found.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -49,7 +47,7 @@ def verify(folder: Path, *options: str, plugin: str = "") -> subprocess.Complete
     )
 
 
-def test_a_sleep_and_a_host_pool_are_verified_and_lifted(tmp_path: Path) -> None:
+def test_a_sleep_and_a_host_pool_are_verified_and_lifted(tmp_path):
     done = verify(tmp_path)
     assert done.returncode == 0, done.stdout
     (file,) = (tmp_path / "home").rglob("*.json")
@@ -60,7 +58,7 @@ def test_a_sleep_and_a_host_pool_are_verified_and_lifted(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("plugin", ["flip_what_a_sleep_left", "flip_what_was_taken_back"])
-def test_what_a_sleep_or_the_pool_makes_wrong_is_found(tmp_path: Path, plugin: str) -> None:
+def test_what_a_sleep_or_the_pool_makes_wrong_is_found(tmp_path, plugin):
     done = verify(tmp_path, "--no-plain", plugin=plugin)
     assert done.returncode == 1, done.stdout
     assert "a load brought other bytes than were stored" in done.stdout

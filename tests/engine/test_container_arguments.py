@@ -1,7 +1,5 @@
 """The arguments in docs/containers, by vLLM's own parser."""
 
-from __future__ import annotations
-
 import json
 import sys
 

@@ -1,20 +1,12 @@
 """The fence: with it no interleaving loses data; tests/long has each lose without it."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 
 from harness.engines.fences import ALONE, BOTH_LOADED, TOGETHER, Fences
-from harness.engines.runs import Device
 
 
 @pytest.fixture(scope="module")
-def fences(
-    models: Callable[[str], Path], device: Device, tmp_path_factory: pytest.TempPathFactory
-) -> Fences:
+def fences(models, device, tmp_path_factory):
     return Fences(models, device, tmp_path_factory.mktemp("fence"))
 
 
@@ -24,9 +16,7 @@ SCHEDULING = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync",
 
 @SCHEDULING
 @EVERY
-def test_with_the_fence_every_stored_block_is_right(
-    fences: Fences, scenario: str, asynchronous: bool
-) -> None:
+def test_with_the_fence_every_stored_block_is_right(fences, scenario, asynchronous):
     result = fences.run(scenario, asynchronous, fenced=True)
     verdict = result["scenarios"][scenario]
     assert verdict["right"] >= 40
@@ -41,7 +31,7 @@ def test_with_the_fence_every_stored_block_is_right(
 
 
 @SCHEDULING
-def test_memory_is_back_two_steps_after_the_last_copy(fences: Fences, asynchronous: bool) -> None:
+def test_memory_is_back_two_steps_after_the_last_copy(fences, asynchronous):
     verdict = fences.run("give_back", asynchronous, fenced=True)["scenarios"]["give_back"]
     assert verdict["most"] >= 4 * (2 << 20)  # a page holds 2 MiB of each layer
     assert verdict["kept"] == 0
@@ -51,22 +41,20 @@ def test_memory_is_back_two_steps_after_the_last_copy(fences: Fences, asynchrono
 
 
 @SCHEDULING
-def test_a_block_that_ends_with_a_token_never_computed_is_not_stored(
-    fences: Fences, asynchronous: bool
-) -> None:
+def test_a_block_that_ends_with_a_token_never_computed_is_not_stored(fences, asynchronous):
     verdict = fences.run("last_token", asynchronous, fenced=True)["scenarios"]["last_token"]
     assert verdict["right"] == 40  # of 41 blocks
     assert verdict["wrong"] == verdict["unknown"] == 0
 
 
 @SCHEDULING
-def test_loaded_requests_do_not_wait_for_each_other(fences: Fences, asynchronous: bool) -> None:
+def test_loaded_requests_do_not_wait_for_each_other(fences, asynchronous):
     verdict = fences.run(BOTH_LOADED, asynchronous, fenced=True)["scenarios"][BOTH_LOADED]
     assert verdict["right"] >= 47 + 48
     assert verdict["wrong"] == verdict["unknown"] == 0
 
 
-def test_without_the_patch_loaded_requests_wait_for_ever(fences: Fences) -> None:
+def test_without_the_patch_loaded_requests_wait_for_ever(fences):
     run, job = fences.prepare((BOTH_LOADED,), asynchronous=False, ranks=1)
     # It stands still for good: no need to tell that from a slow machine.
     job |= {"may_hold": False, "revert": ["deadlock.schedule"], "patience": 0}

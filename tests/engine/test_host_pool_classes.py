@@ -1,13 +1,11 @@
 """vLLM's own classes of a CPU tier in a host pool, without an engine: blocks, bytes, memory."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import random
 import signal
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -36,7 +34,7 @@ ROW_PER_EXTENT = MIB // ROW
 
 
 @pytest.fixture(autouse=True)
-def rows() -> Iterator[None]:
+def rows():
     """The rows of the pool and of the host device's copies over vLLM's classes."""
     patches = Transaction()
     patches.apply_all(
@@ -50,7 +48,7 @@ def rows() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def pool(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+def pool(monkeypatch, tmp_path):
     """A pool of 64 MiB that nobody else has, whose extents are of 1 MiB; no thread runs."""
     monkeypatch.setenv(HOST_DEVICE.name, "64MiB")
     monkeypatch.setenv(HOST_DEVICE_DIR.name, str(tmp_path))
@@ -215,7 +213,7 @@ def registered() -> dict[int, int]:
 
 
 @pytest.fixture
-def started() -> Iterator[Callable[..., Engine]]:
+def started():
     """Start engines, which end with the test."""
     engines: list[Engine] = []
 
@@ -232,7 +230,7 @@ def started() -> Iterator[Callable[..., Engine]]:
 POLICIES = pytest.mark.parametrize("policy", ["lru", "arc"])
 
 
-def test_a_tier_begins_with_nothing_and_without_a_name(started: Any, pool: Path) -> None:
+def test_a_tier_begins_with_nothing_and_without_a_name(started, pool):
     one = started(chunks=1 << 16)  # 16 GiB
     assert one.kernel() == 0
     assert registered() == {}
@@ -248,7 +246,7 @@ def test_a_tier_begins_with_nothing_and_without_a_name(started: Any, pool: Path)
     assert one.kernel() == MIB
 
 
-def test_an_engine_that_starts_says_at_once_what_it_may_take(pool: Path) -> None:
+def test_an_engine_that_starts_says_at_once_what_it_may_take(pool):
     """Another one that starts meanwhile must leave it that."""
     part = pool_classes.part(f"test-{os.urandom(8).hex()}", 3 * MIB)
     shown = ledger.show(pool)
@@ -259,9 +257,7 @@ def test_an_engine_that_starts_says_at_once_what_it_may_take(pool: Path) -> None
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @POLICIES
-def test_what_is_stored_is_loaded_and_evicted_by_vllms_policy(
-    started: Any, policy: str, ranks: int
-) -> None:
+def test_what_is_stored_is_loaded_and_evicted_by_vllms_policy(started, policy, ranks):
     one = started(chunks=12, ranks=ranks, policy=policy)
     one.turn()
     assert one.store(1, 2, 3) == [0, 1, 2]
@@ -277,7 +273,7 @@ def test_what_is_stored_is_loaded_and_evicted_by_vllms_policy(
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_vllms_workers_copy_into_extents_and_out_of_them(started: Any, ranks: int) -> None:
+def test_vllms_workers_copy_into_extents_and_out_of_them(started, ranks):
     """Also into extents that were given back and committed again, and while a reset comes."""
     one = started(chunks=24, ranks=ranks, blocks=8)
     blocks = list(range(8))
@@ -319,7 +315,7 @@ def test_vllms_workers_copy_into_extents_and_out_of_them(started: Any, ranks: in
             assert one.kernel() == MIB
 
 
-def test_after_a_reset_the_memory_is_back_but_for_one_extent(started: Any) -> None:
+def test_after_a_reset_the_memory_is_back_but_for_one_extent(started):
     one = started()
     for number in range(0, 32, 4):
         one.put(*range(number, number + 4))
@@ -336,7 +332,7 @@ def test_after_a_reset_the_memory_is_back_but_for_one_extent(started: Any) -> No
     assert one.kernel() == MIB
 
 
-def test_the_coldest_blocks_go_for_another_engine_and_routers_hear_of_it(started: Any) -> None:
+def test_the_coldest_blocks_go_for_another_engine_and_routers_hear_of_it(started):
     one = started()
     for number in range(0, 16, 4):
         one.put(*range(number, number + 4))
@@ -363,7 +359,7 @@ def test_the_coldest_blocks_go_for_another_engine_and_routers_hear_of_it(started
     assert stats is not None
 
 
-def test_blocks_in_transfers_stay_until_they_end(started: Any, pool: Path) -> None:
+def test_blocks_in_transfers_stay_until_they_end(started, pool):
     one = started()
     one.turn()
     assert one.store(1, 2) == [0, 1]
@@ -386,7 +382,7 @@ def test_blocks_in_transfers_stay_until_they_end(started: Any, pool: Path) -> No
 
 
 @POLICIES
-def test_a_step_before_what_has_to_go_is_evicted(started: Any, pool: Path, policy: str) -> None:
+def test_a_step_before_what_has_to_go_is_evicted(started, pool, policy):
     """The scheduler has the lock between two extents: their chunks are not handed out again."""
     one = started(chunks=16, policy=policy)
     for number in range(0, 16, 4):
@@ -407,7 +403,7 @@ def test_a_step_before_what_has_to_go_is_evicted(started: Any, pool: Path, polic
     assert one.kernel() == 2 * MIB
 
 
-def test_a_reset_keeps_the_keeper_out(started: Any) -> None:
+def test_a_reset_keeps_the_keeper_out(started):
     """It goes through the policy's blocks, of which the keeper may not take one meanwhile."""
     one = started()
     one.put(1, 2)
@@ -423,7 +419,7 @@ def test_a_reset_keeps_the_keeper_out(started: Any) -> None:
 
 @POLICIES
 @pytest.mark.parametrize("seed", range(3))
-def test_a_long_life(started: Any, pool: Path, policy: str, seed: int) -> None:
+def test_a_long_life(started, pool, policy, seed):
     """Blocks that are found have their bytes, and memory is what is counted, whatever happens."""
     source = random.Random(seed)
     one = started(chunks=30, policy=policy)
@@ -461,18 +457,14 @@ def test_a_long_life(started: Any, pool: Path, policy: str, seed: int) -> None:
     ledger.set_limit(pool, 64 * MIB)
 
 
-def test_a_second_engine_with_another_size_is_refused(
-    started: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_engine_with_another_size_is_refused(started, monkeypatch):
     started()
     monkeypatch.setenv(HOST_POOL.name, HOST_POOL.read().replace("64MiB", "32MiB"))
     with pytest.raises(Refusal, match="KVP345"):
         started()
 
 
-def test_a_second_engine_whose_floor_the_pool_has_no_room_for_is_refused(
-    started: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_engine_whose_floor_the_pool_has_no_room_for_is_refused(started, monkeypatch):
     monkeypatch.setenv(HOST_POOL_FLOOR.name, "24MiB")
     started()
     started(chunks=1 << 16)
@@ -486,9 +478,7 @@ def test_a_second_engine_whose_floor_the_pool_has_no_room_for_is_refused(
 
 
 @pytest.mark.parametrize("size", [ROW // 2, ROW * 2])
-def test_an_extent_that_is_larger_than_the_pool_is_refused(
-    size: int, started: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_extent_that_is_larger_than_the_pool_is_refused(size, started, monkeypatch):
     """Nothing would ever be stored, whether or not a chunk fits."""
     monkeypatch.setenv(HOST_POOL.name, HOST_POOL.read().replace("64MiB", str(size)))
     try:
@@ -499,12 +489,12 @@ def test_an_extent_that_is_larger_than_the_pool_is_refused(
             path.unlink()
 
 
-def test_a_region_of_an_engine_without_a_part_is_no_pools(started: Any) -> None:
+def test_a_region_of_an_engine_without_a_part_is_no_pools(started):
     assert Path("/dev/shm") == claims.BASE
     assert state.find(object(), region.Shared) is None
 
 
-def test_a_worker_in_a_process_of_its_own_has_the_same_extents(pool: Path) -> None:
+def test_a_worker_in_a_process_of_its_own_has_the_same_extents(pool):
     """And when it is killed, nothing is handed out that it has not registered."""
     from vllm.v1.kv_offload.cpu import gpu_worker
     from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager

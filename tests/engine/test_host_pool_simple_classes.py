@@ -1,11 +1,8 @@
 """vLLM's BlockPool of SimpleCPUOffloadConnector over extents, without an engine."""
 
-from __future__ import annotations
-
 import os
 import struct
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -145,7 +142,7 @@ class Tier:
         self.queue.counting = False
 
 
-def test_blocks_are_handed_out_when_there_is_memory() -> None:
+def test_blocks_are_handed_out_when_there_is_memory():
     tier = Tier()
     assert tier.pool.get_num_free_blocks() == 0
     tier.turn()
@@ -158,7 +155,7 @@ def test_blocks_are_handed_out_when_there_is_memory() -> None:
     tier.check()
 
 
-def test_while_it_can_grow_nothing_is_evicted() -> None:
+def test_while_it_can_grow_nothing_is_evicted():
     tier = Tier()
     tier.turn()
     keys = tier.store(tier.new(PER))
@@ -166,7 +163,7 @@ def test_while_it_can_grow_nothing_is_evicted() -> None:
     assert all(tier.find(key) is not None for key in keys)
 
 
-def test_what_is_free_is_offered_alone_while_it_can_grow() -> None:
+def test_what_is_free_is_offered_alone_while_it_can_grow():
     tier = Tier()
     tier.turn()
     tier.store(tier.new(2))
@@ -176,7 +173,7 @@ def test_what_is_free_is_offered_alone_while_it_can_grow() -> None:
     assert tier.pool.get_num_free_blocks() == PER
 
 
-def test_a_store_that_waited_long_enough_evicts() -> None:
+def test_a_store_that_waited_long_enough_evicts():
     tier = Tier()
     tier.turn()
     keys = tier.store(tier.new(PER))
@@ -193,7 +190,7 @@ def test_a_store_that_waited_long_enough_evicts() -> None:
     tier.check()
 
 
-def test_a_full_pool_evicts_in_vllms_order() -> None:
+def test_a_full_pool_evicts_in_vllms_order():
     tier = Tier(limit=2 * EXTENT)
     keys: list[bytes] = []
     while len(keys) < 2 * PER:
@@ -211,7 +208,7 @@ def test_a_full_pool_evicts_in_vllms_order() -> None:
     tier.check()
 
 
-def test_more_than_there_is_is_nobodys() -> None:
+def test_more_than_there_is_is_nobodys():
     tier = Tier()
     tier.turn()
     with pytest.raises(MemoryError, match="5 CPU blocks"):
@@ -220,7 +217,7 @@ def test_more_than_there_is_is_nobodys() -> None:
     assert tier.extents.free == PER
 
 
-def test_a_lower_limit_evicts_what_nobody_uses() -> None:
+def test_a_lower_limit_evicts_what_nobody_uses():
     tier = Tier()
     keys: list[bytes] = []
     for _ in range(4):
@@ -239,7 +236,7 @@ def test_a_lower_limit_evicts_what_nobody_uses() -> None:
     tier.check()
 
 
-def test_a_block_whose_extent_has_to_go_is_not_handed_out() -> None:
+def test_a_block_whose_extent_has_to_go_is_not_handed_out():
     tier = Tier()
     tier.turn()
     tier.store(tier.new(PER))
@@ -255,7 +252,7 @@ def test_a_block_whose_extent_has_to_go_is_not_handed_out() -> None:
     tier.check()
 
 
-def test_a_reset_gives_all_of_it_back() -> None:
+def test_a_reset_gives_all_of_it_back():
     tier = Tier()
     for _ in range(4):
         tier.turn(2)
@@ -268,7 +265,7 @@ def test_a_reset_gives_all_of_it_back() -> None:
     tier.check()
 
 
-def test_a_tier_in_use_is_not_reset() -> None:
+def test_a_tier_in_use_is_not_reset():
     tier = Tier()
     tier.turn()
     (block,) = tier.new(1)
@@ -277,7 +274,7 @@ def test_a_tier_in_use_is_not_reset() -> None:
     tier.check()
 
 
-def test_blocks_without_memory_are_not_shown_as_used() -> None:
+def test_blocks_without_memory_are_not_shown_as_used():
     tier = Tier()
     count = lambda: BLOCKS - tier.pool.get_num_free_blocks()  # noqa: E731, as vLLM's gauge
     assert simple.around_count(count, tier.planner, (), {}) == 1
@@ -287,7 +284,7 @@ def test_blocks_without_memory_are_not_shown_as_used() -> None:
     assert not tier.queue.counting
 
 
-def test_a_block_stored_twice_is_free_again() -> None:
+def test_a_block_stored_twice_is_free_again():
     """vLLM lets the second one go without a hash."""
     tier = Tier()
     tier.turn()
@@ -297,7 +294,7 @@ def test_a_block_stored_twice_is_free_again() -> None:
     tier.check()
 
 
-def test_nothing_is_evicted_while_vllm_looks() -> None:
+def test_nothing_is_evicted_while_vllm_looks():
     tier = Tier()
     scheduler = SimpleNamespace()
     state.attach(scheduler, Pooled(tier.extents, tier.keeper, tier.keeper.lock, 1))
@@ -388,7 +385,7 @@ TestPlay.settings = settings(max_examples=60, stateful_step_count=50, deadline=N
 
 
 @pytest.fixture
-def home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def home(monkeypatch):
     folder = Path(f"/dev/shm/kvpatch-test-simple-{os.getpid()}-{os.urandom(4).hex()}")
     monkeypatch.setattr(simple_region.presence, "home", lambda: folder)
     monkeypatch.setattr(simple_region, "region_path", lambda name: folder / f"{name}.mmap")
@@ -417,7 +414,7 @@ class Device:
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+def device(monkeypatch):
     from vllm.v1.simple_kv_offload import cuda_mem_ops
 
     made = Device()
@@ -462,7 +459,7 @@ def end(engine: Any, every: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_workers_have_a_view_of_each_region(home: Path, device: Device, ranks: int) -> None:
+def test_workers_have_a_view_of_each_region(home, device, ranks):
     engine, every, tensors = begin(home, device, ranks)
     _, memory, extents = engine
     assert extents.chunk_bytes == ranks * (4096 + 2 * 4 * 4096)
@@ -484,7 +481,7 @@ def test_workers_have_a_view_of_each_region(home: Path, device: Device, ranks: i
     end(engine, every)
 
 
-def test_a_connector_that_shuts_down_deregisters_all(home: Path, device: Device) -> None:
+def test_a_connector_that_shuts_down_deregisters_all(home, device):
     engine, every, _ = begin(home, device)
     listening, _, extents = engine
     listening.register(*extents.place(0))
@@ -498,7 +495,7 @@ def test_a_connector_that_shuts_down_deregisters_all(home: Path, device: Device)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_an_extent_is_registered_region_by_region(home: Path, device: Device, ranks: int) -> None:
+def test_an_extent_is_registered_region_by_region(home, device, ranks):
     engine, every, _ = begin(home, device, ranks)
     listening, _, extents = engine
     place = extents.place(1)
@@ -512,7 +509,7 @@ def test_an_extent_is_registered_region_by_region(home: Path, device: Device, ra
     assert device.ranges == {}, "it is registered still"
 
 
-def test_a_device_that_registers_one_region_only_has_none(home: Path, device: Device) -> None:
+def test_a_device_that_registers_one_region_only_has_none(home, device):
     engine, every, _ = begin(home, device)
     listening, _, extents = engine
     device.room = 1
@@ -525,7 +522,7 @@ def test_a_device_that_registers_one_region_only_has_none(home: Path, device: De
     end(engine, every)
 
 
-def test_workers_that_do_not_agree_are_seen(tmp_path: Path) -> None:
+def test_workers_that_do_not_agree_are_seen(tmp_path):
     tier = connected.SimpleTier(
         SimpleNamespace(cpu_block_pool=SimpleNamespace(num_gpu_blocks=BLOCKS))
     )

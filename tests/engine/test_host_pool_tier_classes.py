@@ -3,11 +3,9 @@
 What a disk reads from or writes into while the pool takes it back stays until the disk has ended.
 """
 
-from __future__ import annotations
-
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +28,7 @@ EXTENT = PER * ROW
 
 
 @pytest.fixture(autouse=True)
-def rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[Transaction]:
+def rows(monkeypatch):
     """The rows of the pool and of the tiers over vLLM's classes; revert one to show its fault."""
     patches = Transaction()
     patches.apply_all(pool_classes.rows("pin"))
@@ -42,7 +40,7 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[Transaction]:
 
 
 @pytest.fixture(autouse=True)
-def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def pool(monkeypatch):
     """A pool of 64 extents that nobody else has; no thread runs."""
     monkeypatch.setenv(HOST_POOL.name, f"{64 * EXTENT}@test{os.getpid()}{os.urandom(4).hex()}")
     monkeypatch.setenv(TIER_PATIENCE.name, "0.5")
@@ -117,7 +115,7 @@ class PooledTiers(InPool, Tiers):
 
 
 @pytest.fixture
-def tiers(tmp_path: Path) -> Iterator[Callable[..., PooledTiers]]:
+def tiers(tmp_path):
     made: list[PooledTiers] = []
 
     def make(blocks: int = 24) -> PooledTiers:
@@ -146,13 +144,13 @@ class Held:
 
 
 @pytest.fixture
-def held() -> Iterator[Held]:
+def held():
     made = Held()
     yield made
     made.go_on.set()
 
 
-def test_what_comes_back_from_a_disk_waits_for_memory(tiers: Any) -> None:
+def test_what_comes_back_from_a_disk_waits_for_memory(tiers):
     """Of 12 blocks all come back, though memory for 4 is there when they are asked for."""
     one = tiers()
     numbers = tuple(range(1, 13))
@@ -167,9 +165,7 @@ def test_what_comes_back_from_a_disk_waits_for_memory(tiers: Any) -> None:
     assert one.keeper.evicted == 0
 
 
-def test_a_pool_that_is_full_is_waited_for_no_longer_than_it_may_grow(
-    tiers: Any, pool: Path
-) -> None:
+def test_a_pool_that_is_full_is_waited_for_no_longer_than_it_may_grow(tiers, pool):
     one = tiers()
     one.store(1, 2, 3, 4, 5, 6, 7, 8)
     one.rest()
@@ -183,9 +179,7 @@ def test_a_pool_that_is_full_is_waited_for_no_longer_than_it_may_grow(
     assert one.kernel() <= EXTENT
 
 
-def test_what_a_disk_stores_from_stays_until_it_has(
-    tiers: Any, pool: Path, held: Held, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_disk_stores_from_stays_until_it_has(tiers, pool, held, monkeypatch):
     monkeypatch.setattr(block_files, "seal", held.before(block_files.seal))
     one = tiers()
     one.store(1, 2)
@@ -203,9 +197,7 @@ def test_what_a_disk_stores_from_stays_until_it_has(
     assert one.find(1, 2) == [1, 2]
 
 
-def test_what_a_disk_promotes_into_stays_until_it_has(
-    tiers: Any, pool: Path, held: Held, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_disk_promotes_into_stays_until_it_has(tiers, pool, held, monkeypatch):
     one = tiers()
     one.store(1, 2)
     one.rest()
@@ -229,9 +221,7 @@ def test_what_a_disk_promotes_into_stays_until_it_has(
     assert one.find(1, 2) == [1, 2]
 
 
-def test_a_store_that_completes_where_memory_has_to_go_reaches_the_disk(
-    tiers: Any, pool: Path
-) -> None:
+def test_a_store_that_completes_where_memory_has_to_go_reaches_the_disk(tiers, pool):
     """The disk reads it as soon as it has completed: it may not be evicted before."""
     one = tiers()
     complete = one.begin(1, 2)
@@ -246,9 +236,7 @@ def test_a_store_that_completes_where_memory_has_to_go_reaches_the_disk(
     assert one.file(2).exists()
 
 
-def test_a_disk_that_hangs_through_a_shutdown_writes_no_zeros(
-    tiers: Any, pool: Path, held: Held, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_hangs_through_a_shutdown_writes_no_zeros(tiers, pool, held, monkeypatch):
     """A block that was given back would be zeros, with a checksum that is right for them."""
     monkeypatch.setattr(block_files, "seal", held.before(block_files.seal))
     one = tiers()
@@ -264,7 +252,7 @@ def test_a_disk_that_hangs_through_a_shutdown_writes_no_zeros(
     assert set(one.file(5).read_bytes()[:ROW]) == {5}
 
 
-def test_a_disk_that_has_ended_lets_all_memory_go(tiers: Any, pool: Path) -> None:
+def test_a_disk_that_has_ended_lets_all_memory_go(tiers, pool):
     one = tiers()
     one.store(5)
     one.close()

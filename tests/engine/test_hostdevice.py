@@ -1,12 +1,9 @@
 """The host device by itself: kvcached's real extension, no engine."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import textwrap
 import threading
-from pathlib import Path
 
 import pytest
 
@@ -19,7 +16,7 @@ MIB = 1 << 20
 
 
 @pytest.fixture
-def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Device:
+def own(tmp_path, monkeypatch):
     """A device of 64 MiB, seen by this process too."""
     device = Device(tmp_path, size="64MiB")
     monkeypatch.setenv(HOST_DEVICE.name, device.size)
@@ -55,7 +52,7 @@ def python(own: Device, code: str, **options: object) -> subprocess.CompletedPro
 
 
 @pytest.mark.parametrize("contiguous", [True, False])
-def test_unmap_gives_the_pages_back_and_hides_the_old_bytes(own: Device, contiguous: bool) -> None:
+def test_unmap_gives_the_pages_back_and_hides_the_old_bytes(own, contiguous):
     python(
         own,
         f"""
@@ -79,7 +76,7 @@ def test_unmap_gives_the_pages_back_and_hides_the_old_bytes(own: Device, contigu
     )
 
 
-def test_every_unmapped_address_shows_one_shared_page(own: Device) -> None:
+def test_every_unmapped_address_shows_one_shared_page(own):
     """As on a GPU, where kvcached maps its scratch page: a stray write is seen elsewhere."""
     python(
         own,
@@ -91,7 +88,7 @@ def test_every_unmapped_address_shows_one_shared_page(own: Device) -> None:
     )
 
 
-def test_a_neighbours_pages_are_not_free(own: Device) -> None:
+def test_a_neighbours_pages_are_not_free(own):
     python(
         own,
         """
@@ -111,7 +108,7 @@ def test_a_neighbours_pages_are_not_free(own: Device) -> None:
     assert ledger.memory() == (64 * MIB, 64 * MIB)
 
 
-def test_a_full_device_refuses_a_page_and_stays_usable(own: Device) -> None:
+def test_a_full_device_refuses_a_page_and_stays_usable(own):
     python(
         own,
         """
@@ -127,7 +124,7 @@ def test_a_full_device_refuses_a_page_and_stays_usable(own: Device) -> None:
     )
 
 
-def test_a_forked_child_leaves_its_parents_memory_alone(own: Device) -> None:
+def test_a_forked_child_leaves_its_parents_memory_alone(own):
     python(
         own,
         """
@@ -146,7 +143,7 @@ def test_a_forked_child_leaves_its_parents_memory_alone(own: Device) -> None:
 
 
 @pytest.mark.parametrize("size", ["", "2", "lots", "2XB", "-1GiB"])
-def test_a_size_that_is_none_is_named(monkeypatch: pytest.MonkeyPatch, size: str) -> None:
+def test_a_size_that_is_none_is_named(monkeypatch, size):
     monkeypatch.setenv(HOST_DEVICE.name, size)
     with pytest.raises(ValueError, match="is not a size"):
         ledger.device_size()
@@ -155,12 +152,12 @@ def test_a_size_that_is_none_is_named(monkeypatch: pytest.MonkeyPatch, size: str
 @pytest.mark.parametrize(
     ("size", "mib"), [("2GiB", 2048), ("0.5GiB", 512), ("513MiB", 512), ("4194304", 4)]
 )
-def test_sizes_are_whole_pages(monkeypatch: pytest.MonkeyPatch, size: str, mib: int) -> None:
+def test_sizes_are_whole_pages(monkeypatch, size, mib):
     monkeypatch.setenv(HOST_DEVICE.name, size)
     assert ledger.device_size() == mib * MIB
 
 
-def test_copies_are_launched_before_they_run_and_run_in_order(own: Device) -> None:
+def test_copies_are_launched_before_they_run_and_run_in_order(own):
     stream = Stream("test")
     ran: list[int] = []
     with ledger.hold_copies():
@@ -172,7 +169,7 @@ def test_copies_are_launched_before_they_run_and_run_in_order(own: Device) -> No
     stream.close()
 
 
-def test_a_copy_waits_for_the_events_it_comes_after(own: Device) -> None:
+def test_a_copy_waits_for_the_events_it_comes_after(own):
     stream = Stream("test")
     computed, ran = Event(), threading.Event()
     done = stream.submit(ran.set, after=[computed])
@@ -183,7 +180,7 @@ def test_a_copy_waits_for_the_events_it_comes_after(own: Device) -> None:
     stream.close()
 
 
-def test_a_failed_copy_is_reported_and_the_next_one_runs(own: Device) -> None:
+def test_a_failed_copy_is_reported_and_the_next_one_runs(own):
     stream = Stream("test")
 
     def fail() -> None:
@@ -196,7 +193,7 @@ def test_a_failed_copy_is_reported_and_the_next_one_runs(own: Device) -> None:
     stream.close()
 
 
-def test_a_hold_reaches_other_processes_and_ends_with_its_owner(own: Device) -> None:
+def test_a_hold_reaches_other_processes_and_ends_with_its_owner(own):
     holder = subprocess.Popen(
         [
             sys.executable,

@@ -1,7 +1,5 @@
 """What vLLM's own copying workers call of CUDA, on the host device; no engine."""
 
-from __future__ import annotations
-
 import gc
 import subprocess
 import sys
@@ -29,7 +27,7 @@ ROWS, SIZE = 8, 4096
 
 
 @pytest.fixture(autouse=True)
-def device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def device(tmp_path, monkeypatch):
     monkeypatch.setenv(HOST_DEVICE.name, "64MiB")
     monkeypatch.setenv(HOST_DEVICE_DIR.name, str(tmp_path))
     offloading.prepare()
@@ -54,7 +52,7 @@ def copy(source: torch.Tensor, target: torch.Tensor, on: Any) -> CopyEvent:
     return event
 
 
-def test_vllms_worker_copies_there_and_back_and_names_the_bytes_it_moved() -> None:
+def test_vllms_worker_copies_there_and_back_and_names_the_bytes_it_moved():
     region = rows()
     worker = CPUOffloadingWorker(canonical(Regions([region], [[0]])), 1, ROWS)
     blocks = GPULoadStoreSpec([1, 5], group_sizes=[2], block_indices=[0])
@@ -73,8 +71,8 @@ def test_vllms_worker_copies_there_and_back_and_names_the_bytes_it_moved() -> No
 
 
 def test_the_shared_region_is_registered_and_deregistered_and_leaves_no_file(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.setattr(HostRegistration, "ranges", {})
     shared = SharedOffloadRegion("kvpatch-test-copies", ROWS, 0, SIZE, SIZE, lambda: None)
     worker = CPUOffloadingWorker(canonical(Regions([rows()], [[0]])), 1, ROWS, shared)
@@ -85,9 +83,7 @@ def test_the_shared_region_is_registered_and_deregistered_and_leaves_no_file(
 
 
 @pytest.mark.parametrize(("name", "passed"), [("store", [1]), ("load", [2])])
-def test_a_process_is_stopped_in_a_copy_of_one_way(
-    name: str, passed: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_is_stopped_in_a_copy_of_one_way(name, passed, tmp_path, monkeypatch):
     """Where `harness.kills` kills; by the name of another thread it never stopped."""
     monkeypatch.setattr(HostRegistration, "ranges", {})
     monkeypatch.setattr(copies, "ctypes", copies.ctypes)  # to be put back
@@ -110,8 +106,8 @@ def test_a_process_is_stopped_in_a_copy_of_one_way(
 
 
 def test_a_range_is_registered_once_and_deregistered_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.setattr(HostRegistration, "ranges", {})
     runtime = HostRegistration()
     assert runtime.cudaHostRegister(0, 10) == runtime.cudaHostRegister(4096, 0) == 1
@@ -121,7 +117,7 @@ def test_a_range_is_registered_once_and_deregistered_once(
     assert runtime.cudaHostUnregister(4096) == 0
 
 
-def test_a_stream_waits_for_another_and_for_an_event() -> None:
+def test_a_stream_waits_for_another_and_for_an_event():
     first, second = CopyStream(), CopyStream()
     source, between, target = torch.ones(SIZE, dtype=torch.int8), rows()[0], rows()[0]
     with ledger.hold_copies():
@@ -137,7 +133,7 @@ def test_a_stream_waits_for_another_and_for_an_event() -> None:
     assert copied.elapsed_time(last) >= 0
 
 
-def test_an_error_stays_with_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_stays_with_its_stream(monkeypatch):
     on = CopyStream()
     before = copy(rows()[0], rows()[1], on)
     before.synchronize()
@@ -158,7 +154,7 @@ def test_an_error_stays_with_its_stream(monkeypatch: pytest.MonkeyPatch) -> None
     assert before.query()
 
 
-def test_an_event_that_nobody_recorded_is_complete_and_has_no_time() -> None:
+def test_an_event_that_nobody_recorded_is_complete_and_has_no_time():
     event = CopyEvent()
     assert event.query()
     event.synchronize()
@@ -166,7 +162,7 @@ def test_an_event_that_nobody_recorded_is_complete_and_has_no_time() -> None:
         event.elapsed_time(CopyEvent())
 
 
-def test_whole_blocks_of_dense_tensors_are_swapped_in_the_current_stream() -> None:
+def test_whole_blocks_of_dense_tensors_are_swapped_in_the_current_stream():
     source, target, on = rows(), torch.zeros((ROWS, SIZE), dtype=torch.int8), CopyStream()
     mapping = torch.tensor([[3, 0], [6, 2]])
     with copies.stream(on):
@@ -177,7 +173,7 @@ def test_whole_blocks_of_dense_tensors_are_swapped_in_the_current_stream() -> No
     assert target[1, 0] == 1
 
 
-def test_views_of_a_tensor_of_the_device_are_of_the_device() -> None:
+def test_views_of_a_tensor_of_the_device_are_of_the_device():
     on_device = rows().as_subclass(DeviceTensor)
     for view in (on_device, on_device.view(torch.int8).view(-1, SIZE), on_device[2]):
         assert view.is_cuda
@@ -185,7 +181,7 @@ def test_views_of_a_tensor_of_the_device_are_of_the_device() -> None:
     assert not rows().is_cuda
 
 
-def test_the_thread_of_a_stream_ends_with_it() -> None:
+def test_the_thread_of_a_stream_ends_with_it():
     before = set(threading.enumerate())
     on = CopyStream()
     copy(rows()[0], rows()[1], on).synchronize()
@@ -197,7 +193,7 @@ def test_the_thread_of_a_stream_ends_with_it() -> None:
 
 
 @pytest.mark.parametrize("gone", [False, True])
-def test_a_process_may_end_with_copies_in_flight(gone: bool) -> None:
+def test_a_process_may_end_with_copies_in_flight(gone):
     """The interpreter ended their thread inside of libtorch, and so the process with SIGABRT."""
     code = """
 import torch
@@ -218,7 +214,7 @@ begun.synchronize()
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
-def test_vllms_simple_backend_copies_there_and_back_behind_what_it_waits_for() -> None:
+def test_vllms_simple_backend_copies_there_and_back_behind_what_it_waits_for():
     device, tier = {"layer": rows()}, {"layer": torch.zeros((ROWS, SIZE), dtype=torch.int8)}
     load, store = (simple.torch.cuda.Stream(priority=0) for _ in range(2))
     backend = simple.DmaCopyBackend()
@@ -242,7 +238,7 @@ def test_vllms_simple_backend_copies_there_and_back_behind_what_it_waits_for() -
     assert torch.equal(device["layer"][6], rows()[1])
 
 
-def test_a_batch_on_a_stream_that_is_gone_or_of_an_unknown_order_is_an_error() -> None:
+def test_a_batch_on_a_stream_that_is_gone_or_of_an_unknown_order_is_an_error():
     on = CopyStream()
     params = cuda_mem_ops.build_params({"layer": rows()}, {"layer": rows()}, on)
     cuda_mem_ops.copy_blocks([0], [1], params)
@@ -255,7 +251,7 @@ def test_a_batch_on_a_stream_that_is_gone_or_of_an_unknown_order_is_an_error() -
         cuda_mem_ops.copy_blocks([0], [1], lost)
 
 
-def test_the_simple_connectors_tier_is_registered_as_strictly() -> None:
+def test_the_simple_connectors_tier_is_registered_as_strictly():
     tier = torch.zeros((ROWS, SIZE), dtype=torch.int8)
     cuda_mem_ops.pin_tensor(tier)
     with pytest.raises(RuntimeError, match="cudaHostRegister failed: 712"):

@@ -1,10 +1,8 @@
 """vLLM's object store tier with kvpatch's rows over it, on a store and a NIXL of this process."""
 
-from __future__ import annotations
-
 import ctypes
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,7 +40,7 @@ class Store:
         self.moved: list[tuple[str, list[str]]] = []
         self.registered = 0
 
-    def agent(self, name: str, config: Any) -> Agent:
+    def agent(self, name: str, config: Any) -> "Agent":
         return Agent(self)
 
 
@@ -113,7 +111,7 @@ class Agent:
 
 
 @pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> Store:
+def store(monkeypatch):
     one = Store()
     monkeypatch.setattr(objects, "nixl_agent", one.agent)
     monkeypatch.setattr(objects, "nixl_agent_config", lambda **options: None)
@@ -121,7 +119,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Store:
 
 
 @pytest.fixture
-def tiers(rows: Any, store: Store, tmp_path: Path) -> Iterator[Callable[..., Tiers]]:  # noqa: F811
+def tiers(rows, store, tmp_path):  # noqa: F811
     made: list[Tiers] = []
 
     def start(**changes: Any) -> Tiers:
@@ -139,7 +137,7 @@ def names(store: Store, suffix: str) -> list[str]:
     return [name for name in store.objects if name.endswith(suffix)]
 
 
-def test_blocks_come_back_from_a_store_that_another_engine_filled(tiers: Any, store: Store) -> None:
+def test_blocks_come_back_from_a_store_that_another_engine_filled(tiers, store):
     tiers().store(1, 2, 3)
     assert len(names(store, ".bin")) == len(names(store, SUFFIX)) == 3
     other = tiers()
@@ -148,7 +146,7 @@ def test_blocks_come_back_from_a_store_that_another_engine_filled(tiers: Any, st
     assert not other.tier.disk.errors
 
 
-def test_a_seal_is_written_once_its_block_is(tiers: Any, store: Store) -> None:
+def test_a_seal_is_written_once_its_block_is(tiers, store):
     """A block of an engine that was killed before is not there."""
     tiers().store(1, 2)
     assert [(way, {Path(name).suffix for name in moved}) for way, moved in store.moved] == [
@@ -160,9 +158,7 @@ def test_a_seal_is_written_once_its_block_is(tiers: Any, store: Store) -> None:
 
 
 @pytest.mark.parametrize("kind", [".bin", SUFFIX])
-def test_an_object_that_is_not_what_was_stored_is_a_miss(
-    tiers: Any, store: Store, kind: str
-) -> None:
+def test_an_object_that_is_not_what_was_stored_is_a_miss(tiers, store, kind):
     tiers().store(1, 2)
     (damaged, _) = names(store, kind)
     store.objects[damaged] = bytes(1 ^ store.objects[damaged][0]) + store.objects[damaged][1:]
@@ -172,7 +168,7 @@ def test_an_object_that_is_not_what_was_stored_is_a_miss(
     assert one.tier.disk.errors == {"damaged": 1}
 
 
-def test_a_block_in_the_place_of_another_is_a_miss(tiers: Any, store: Store) -> None:
+def test_a_block_in_the_place_of_another_is_a_miss(tiers, store):
     tiers().store(1, 2)
     for suffix in (".bin", SUFFIX):
         first, second = names(store, suffix)
@@ -184,9 +180,7 @@ def test_a_block_in_the_place_of_another_is_a_miss(tiers: Any, store: Store) -> 
 
 @pytest.mark.parametrize(("way", "errors"), [("WRITE", {"store": 1}), ("READ", {"load": 1})])
 @pytest.mark.parametrize("what", [".bin", SUFFIX])
-def test_a_transfer_that_fails_is_a_block_that_is_computed_again(
-    tiers: Any, store: Store, way: str, what: str, errors: dict[str, int]
-) -> None:
+def test_a_transfer_that_fails_is_a_block_that_is_computed_again(tiers, store, way, what, errors):
     store.fails = lambda doing, moved: doing == way and moved[0].endswith(what)
     one = tiers()
     one.store(1, 2)
@@ -208,9 +202,7 @@ def refusing(refused: str, suffix: str) -> Callable[[str, list[str]], bool]:
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("what", [".bin", SUFFIX])
-def test_a_store_that_cannot_be_submitted_is_a_block_that_is_not_there(
-    tiers: Any, store: Store, call: str, what: str
-) -> None:
+def test_a_store_that_cannot_be_submitted_is_a_block_that_is_not_there(tiers, store, call, what):
     one = tiers()
     store.refuses = refusing(call, what)
     context = one.request()
@@ -235,8 +227,8 @@ def test_a_store_that_cannot_be_submitted_is_a_block_that_is_not_there(
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("what", [".bin", SUFFIX])
 def test_a_load_that_cannot_be_submitted_is_a_block_that_is_computed_again(
-    tiers: Any, store: Store, call: str, what: str
-) -> None:
+    tiers, store, call, what
+):
     one = tiers()
     one.store(1, 2)
     one.forget()
@@ -250,9 +242,7 @@ def test_a_load_that_cannot_be_submitted_is_a_block_that_is_computed_again(
     assert one.find(1, 2) == [1, 2]
 
 
-def test_an_engine_of_another_layout_finds_nothing(
-    tiers: Any, store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_of_another_layout_finds_nothing(tiers, store, monkeypatch):
     tiers().store(1)
     monkeypatch.setattr(fingerprint, "_described", "another layout")
     assert tiers().find(1) == []
@@ -260,9 +250,7 @@ def test_an_engine_of_another_layout_finds_nothing(
     assert tiers().find(1) == [1]
 
 
-def test_weights_that_were_replaced_have_names_of_their_own(
-    tiers: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_that_were_replaced_have_names_of_their_own(tiers, monkeypatch):
     weights = Weights(lambda: "other weights", "one layout")
     monkeypatch.setattr(fingerprint, "_weights", weights)
     one = tiers()
@@ -272,16 +260,14 @@ def test_weights_that_were_replaced_have_names_of_their_own(
     assert one.tier._file_mapper.base_path != before
 
 
-def test_no_folder_is_made_for_objects(tiers: Any, tmp_path: Path) -> None:
+def test_no_folder_is_made_for_objects(tiers, tmp_path):
     one = tiers(tiers=[TIER | {"prefix": f"{tmp_path}/prefix"}])
     one.store(1)
     assert one.tier._file_mapper.base_path.startswith(f"{tmp_path}/prefix/")
     assert not (tmp_path / "prefix").exists()
 
 
-def test_a_store_that_does_not_answer_is_not_used(
-    tiers: Any, store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_that_does_not_answer_is_not_used(tiers, store, monkeypatch):
     monkeypatch.setenv(TIER_PATIENCE.name, "0.2")
     one = tiers()
     one.store(1)
@@ -298,9 +284,7 @@ def test_a_store_that_does_not_answer_is_not_used(
     assert one.find(1) == [1]
 
 
-def test_a_store_with_a_folder_before_it_is_a_cascade(
-    tiers: Any, store: Store, tmp_path: Path
-) -> None:
+def test_a_store_with_a_folder_before_it_is_a_cascade(tiers, store, tmp_path):
     both = [{"type": "fs", "root_dir": str(tmp_path)}, TIER]
     tiers(tiers=both).store(1, 2)
     assert len(names(store, SUFFIX)) == 2
@@ -311,7 +295,7 @@ def test_a_store_with_a_folder_before_it_is_a_cascade(
     assert tiers(tiers=both).find(1, 2) == [1, 2]
 
 
-def test_two_stores_are_two_tiers(tiers: Any, store: Store) -> None:
+def test_two_stores_are_two_tiers(tiers, store):
     two = tiers(tiers=[TIER, TIER | {"prefix": "second"}])
     two.store(1)
     assert len(names(store, SUFFIX)) == 2

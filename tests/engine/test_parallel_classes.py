@@ -1,9 +1,6 @@
 """The engines of a data parallel server, by vLLM's own classes, without an engine."""
 
-from __future__ import annotations
-
 import pickle
-from collections.abc import Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +19,7 @@ ROWS = ("data_parallel.name", "fence.step")
 
 
 @pytest.fixture(autouse=True)
-def rows() -> Iterator[None]:
+def rows():
     """The rows of this module in force."""
     transaction = Transaction()
     for feature in (data_parallel.FEATURE, fence.FEATURE):
@@ -32,7 +29,7 @@ def rows() -> Iterator[None]:
     transaction.revert_to(0)
 
 
-def test_what_the_process_of_an_engine_runs_is_found_by_its_name() -> None:
+def test_what_the_process_of_an_engine_runs_is_found_by_its_name():
     """A process that is spawned gets a name of its target, and looks it up."""
     from vllm.v1.engine.core import EngineCoreProc
 
@@ -41,7 +38,7 @@ def test_what_the_process_of_an_engine_runs_is_found_by_its_name() -> None:
     assert run.__module__ == EngineCoreProc.__module__
 
 
-def test_a_rank_that_is_idle_releases_pages_before_each_of_its_dummy_batches() -> None:
+def test_a_rank_that_is_idle_releases_pages_before_each_of_its_dummy_batches():
     """While others run, ranks of a mixture of experts step with batches that no row sees."""
     from vllm.v1.engine.core import DPEngineCoreProc
 

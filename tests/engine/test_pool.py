@@ -1,12 +1,9 @@
 """What kvpatch changes in kvcached's pool and its workers' sockets: its extension, no engine."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import textwrap
 import uuid
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -54,7 +51,7 @@ PRELUDE = """
 
 
 @pytest.fixture
-def python(tmp_path: Path) -> Iterator[Callable[[str], str]]:
+def python(tmp_path):
     """Run code on a device and under a name of kvcached of its own; return what it logs."""
     device = Device(tmp_path, size="256MiB")
     name = f"kvpatch-test-{uuid.uuid4().hex[:8]}"
@@ -75,7 +72,7 @@ def python(tmp_path: Path) -> Iterator[Callable[[str], str]]:
     Path("/dev/shm", name).unlink(missing_ok=True)
 
 
-def test_the_pool_of_an_engine_stays_closed_to_other_users(python: Callable[[str], str]) -> None:
+def test_the_pool_of_an_engine_stays_closed_to_other_users(python):
     python(
         """
         os.umask(0)
@@ -94,9 +91,7 @@ def test_the_pool_of_an_engine_stays_closed_to_other_users(python: Callable[[str
     ("blocks", "tokens"),
     [(250, 16), (31, 16), (32, 16), (40, 96), (40, 120)],  # 64, 384 and 480 KiB of a page of 2 MiB
 )
-def test_as_many_blocks_as_kvcached_hands_out_are_usable(
-    python: Callable[[str], str], blocks: int, tokens: int
-) -> None:
+def test_as_many_blocks_as_kvcached_hands_out_are_usable(python, blocks, tokens):
     python(
         f"""
         from kvpatch.upstream.kvcached_api import Blocks
@@ -122,7 +117,7 @@ def test_as_many_blocks_as_kvcached_hands_out_are_usable(
     )
 
 
-def test_a_limit_is_read_while_another_has_kvcacheds_lock(python: Callable[[str], str]) -> None:
+def test_a_limit_is_read_while_another_has_kvcacheds_lock(python):
     python(
         """
         from kvcached.cli.utils import get_ipc_path
@@ -143,7 +138,7 @@ def test_a_limit_is_read_while_another_has_kvcacheds_lock(python: Callable[[str]
     )
 
 
-def test_a_pool_without_a_limit_has_the_allocators(python: Callable[[str], str]) -> None:
+def test_a_pool_without_a_limit_has_the_allocators(python):
     python(
         """
         from kvcached.cli.utils import get_ipc_path
@@ -163,7 +158,7 @@ def test_a_pool_without_a_limit_has_the_allocators(python: Callable[[str], str])
     )
 
 
-def test_pages_are_counted_when_they_change(python: Callable[[str], str]) -> None:
+def test_pages_are_counted_when_they_change(python):
     python(
         """
         import random
@@ -231,7 +226,7 @@ def test_pages_are_counted_when_they_change(python: Callable[[str], str]) -> Non
     )
 
 
-def test_blocks_are_counted_when_a_limit_could_be_applied(python: Callable[[str], str]) -> None:
+def test_blocks_are_counted_when_a_limit_could_be_applied(python):
     python(
         """
         from kvpatch.upstream import kvcached_api
@@ -257,8 +252,8 @@ def test_blocks_are_counted_when_a_limit_could_be_applied(python: Callable[[str]
 
 
 def test_no_page_is_mapped_above_a_limit_that_waits_to_be_applied(
-    python: Callable[[str], str],
-) -> None:
+    python,
+):
     python(
         """
         from types import SimpleNamespace as Made
@@ -290,8 +285,8 @@ def test_no_page_is_mapped_above_a_limit_that_waits_to_be_applied(
 
 
 def test_a_limit_above_what_the_engine_started_with_changes_nothing(
-    python: Callable[[str], str],
-) -> None:
+    python,
+):
     """With the pool full of cached blocks, which are evicted only if nothing is free."""
     said = python(
         """
@@ -323,9 +318,7 @@ def test_a_limit_above_what_the_engine_started_with_changes_nothing(
 
 
 @pytest.mark.parametrize(("fenced", "waits"), [(False, True), (True, False)])
-def test_an_unmap_that_the_fence_permits_waits_for_no_copy(
-    python: Callable[[str], str], fenced: bool, waits: bool
-) -> None:
+def test_an_unmap_that_the_fence_permits_waits_for_no_copy(python, fenced, waits):
     """With asynchronous scheduling and its worker in its process, as one GPU has by default."""
     python(
         f"""
@@ -357,7 +350,7 @@ def test_an_unmap_that_the_fence_permits_waits_for_no_copy(
     )
 
 
-def test_a_request_that_comes_before_block_0_waits_for_it(python: Callable[[str], str]) -> None:
+def test_a_request_that_comes_before_block_0_waits_for_it(python):
     """kvcached waits with the lock that the thread which reserves block 0 needs."""
     python(
         """
@@ -386,7 +379,7 @@ def test_a_request_that_comes_before_block_0_waits_for_it(python: Callable[[str]
     )
 
 
-def test_a_worker_and_its_engine_talk_in_a_closed_folder(python: Callable[[str], str]) -> None:
+def test_a_worker_and_its_engine_talk_in_a_closed_folder(python):
     python(
         """
         patched(*PATCHES)
@@ -405,8 +398,8 @@ def test_a_worker_and_its_engine_talk_in_a_closed_folder(python: Callable[[str],
 
 
 def test_a_worker_of_another_engine_that_shares_tmp_alone_is_left_alone(
-    python: Callable[[str], str],
-) -> None:
+    python,
+):
     python(
         """
         patched(*PATCHES)
@@ -428,7 +421,7 @@ def test_a_worker_of_another_engine_that_shares_tmp_alone_is_left_alone(
     )
 
 
-def test_the_socket_of_a_worker_that_is_gone_is_replaced(python: Callable[[str], str]) -> None:
+def test_the_socket_of_a_worker_that_is_gone_is_replaced(python):
     python(
         """
         patched(*PATCHES)
@@ -446,9 +439,7 @@ def test_the_socket_of_a_worker_that_is_gone_is_replaced(python: Callable[[str],
 
 
 @pytest.mark.parametrize("squat", ["open", "link", "file", "foreign"])
-def test_a_squatted_folder_is_a_refusal_of_the_worker(
-    python: Callable[[str], str], squat: str
-) -> None:
+def test_a_squatted_folder_is_a_refusal_of_the_worker(python, squat):
     faults = {
         "open": "is open to other users (mode 0777)",
         "link": "is a link instead of a folder",
@@ -487,8 +478,8 @@ def test_a_squatted_folder_is_a_refusal_of_the_worker(
 
 
 def test_an_engine_reads_nothing_from_a_folder_that_others_can_enter(
-    python: Callable[[str], str],
-) -> None:
+    python,
+):
     """What answers there is unpickled, so that it runs code."""
     python(
         """
@@ -517,7 +508,7 @@ def test_an_engine_reads_nothing_from_a_folder_that_others_can_enter(
     )
 
 
-def test_a_worker_reads_nothing_from_another_user(python: Callable[[str], str]) -> None:
+def test_a_worker_reads_nothing_from_another_user(python):
     python(
         """
         patched("elastic_memory.socket_peer")

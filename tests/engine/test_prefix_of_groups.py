@@ -1,9 +1,7 @@
 """The prefix that groups of KV cache have found, on vLLM's own managers, without an engine."""
 
-from __future__ import annotations
-
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -103,7 +101,7 @@ class Groups:
 
 
 @pytest.fixture(autouse=True)
-def row() -> Iterator[Transaction]:
+def row():
     transaction = Transaction()
     transaction.apply_all(
         row for row in FEATURE.at(RELEASE) if row.id == "elastic_memory.hits_of_all_groups"
@@ -113,12 +111,12 @@ def row() -> Iterator[Transaction]:
 
 
 def test_the_row_is_in_force_where_one_group_allocates_before_the_next_has_its_hits(
-    row: Transaction,
-) -> None:
+    row,
+):
     assert bool(row.applied) == (Version("0.19") <= RELEASE < Version("0.24"))
 
 
-def test_no_group_loads_into_the_prefix_of_another() -> None:
+def test_no_group_loads_into_the_prefix_of_another():
     pool = Pool(free=1)
     of_window = pool.cached(1, 2)  # the least recently used
     of_full = pool.cached(3, 4)
@@ -134,7 +132,7 @@ def test_no_group_loads_into_the_prefix_of_another() -> None:
     assert not in_use & pool._evictable_blocks.keys()
 
 
-def test_a_failed_allocation_leaves_the_prefix_to_be_evicted() -> None:
+def test_a_failed_allocation_leaves_the_prefix_to_be_evicted():
     pool = Pool(free=0)
     of_window = pool.cached(1, 2)
     of_full = pool.cached(3, 4)
@@ -147,7 +145,7 @@ def test_a_failed_allocation_leaves_the_prefix_to_be_evicted() -> None:
     assert all(block.ref_cnt == 0 for block in pool.blocks[1:5])
 
 
-def test_nothing_is_touched_for_a_request_that_loads_nothing() -> None:
+def test_nothing_is_touched_for_a_request_that_loads_nothing():
     pool = Pool(free=2)
     of_full, of_window = pool.cached(3, 4), pool.cached(1, 2)
     groups = Groups(pool)

@@ -1,8 +1,5 @@
 """Resets on the scheduler side of vLLM's own OffloadingConnector, without an engine."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -34,7 +31,7 @@ NAMED = Version("0.25") <= RELEASE  # vLLM names the requests that a reset preem
 
 
 @pytest.fixture
-def rows() -> Iterator[Transaction]:
+def rows():
     """The rows of this module in force, as far as this release has them."""
     transaction = Transaction()
     transaction.apply_all(row for row in FEATURE.at(RELEASE) if row.id in RESETS)
@@ -131,7 +128,7 @@ class Planner:
         return self.real.build_connector_meta(output)
 
 
-def test_a_request_is_loaded_in_the_step_that_names_it_as_preempted(rows: Transaction) -> None:
+def test_a_request_is_loaded_in_the_step_that_names_it_as_preempted(rows):
     planner = Planner()
     if not NAMED:
         planner.reset_requests()
@@ -142,14 +139,14 @@ def test_a_request_is_loaded_in_the_step_that_names_it_as_preempted(rows: Transa
     assert planner.status.transfer_jobs == {load}, "its end is still to be reported"
 
 
-def test_the_stores_of_a_preempted_request_are_waited_for(rows: Transaction) -> None:
+def test_the_stores_of_a_preempted_request_are_waited_for(rows):
     planner = Planner()
     stores = {planner.job(store=True), planner.job(store=True)}
     assert planner.step(preempted=("one",)).jobs_to_flush == stores
     assert planner.status.transfer_jobs == stores
 
 
-def test_a_load_of_an_earlier_step_is_no_surprise_that_is_passed_over(rows: Transaction) -> None:
+def test_a_load_of_an_earlier_step_is_no_surprise_that_is_passed_over(rows):
     planner = Planner()
     load = planner.job(store=False)
     planner.step()
@@ -158,7 +155,7 @@ def test_a_load_of_an_earlier_step_is_no_surprise_that_is_passed_over(rows: Tran
     assert planner.status.transfer_jobs == {load}
 
 
-def test_without_the_row_such_a_load_ends_the_engine(rows: Transaction) -> None:
+def test_without_the_row_such_a_load_ends_the_engine(rows):
     for name in applied(rows, "offloading.preempted_loads"):
         rows.revert(name)
         planner = Planner()
@@ -167,7 +164,7 @@ def test_without_the_row_such_a_load_ends_the_engine(rows: Transaction) -> None:
             planner.step(preempted=("one",))
 
 
-def test_two_resets_before_a_step_reset_the_tier_twice(rows: Transaction) -> None:
+def test_two_resets_before_a_step_reset_the_tier_twice(rows):
     if not TIER_RESETS:
         return
     planner = Planner()
@@ -180,7 +177,7 @@ def test_two_resets_before_a_step_reset_the_tier_twice(rows: Transaction) -> Non
     assert not planner.step().jobs_to_flush
 
 
-def test_a_reset_forgets_the_copies_of_requests(rows: Transaction) -> None:
+def test_a_reset_forgets_the_copies_of_requests(rows):
     if not TIER_RESETS:
         return
     planner = Planner()
@@ -191,7 +188,7 @@ def test_a_reset_forgets_the_copies_of_requests(rows: Transaction) -> None:
 
 
 @pytest.mark.parametrize("left", ["a load", "a flush"])
-def test_a_reset_while_a_step_is_scheduled_fails_as_before(rows: Transaction, left: str) -> None:
+def test_a_reset_while_a_step_is_scheduled_fails_as_before(rows, left):
     if not TIER_RESETS:
         return
     planner = Planner()
@@ -206,7 +203,7 @@ def test_a_reset_while_a_step_is_scheduled_fails_as_before(rows: Transaction, le
     assert planner.real._current_batch_jobs_to_flush == waits_for
 
 
-def test_without_the_row_a_second_reset_leaves_the_tier_as_it_was(rows: Transaction) -> None:
+def test_without_the_row_a_second_reset_leaves_the_tier_as_it_was(rows):
     if not TIER_RESETS:
         return
     (name,) = applied(rows, *RESETS[1:3])
@@ -219,7 +216,7 @@ def test_without_the_row_a_second_reset_leaves_the_tier_as_it_was(rows: Transact
     assert planner.real.manager.resets == 1
 
 
-def test_without_the_row_before_0_26_a_reset_ends_the_engine(rows: Transaction) -> None:
+def test_without_the_row_before_0_26_a_reset_ends_the_engine(rows):
     for name in applied(rows, "offloading.reset_with_jobs"):
         rows.revert(name)
         planner = Planner()
@@ -229,7 +226,7 @@ def test_without_the_row_before_0_26_a_reset_ends_the_engine(rows: Transaction) 
             planner.step(preempted=("one",))
 
 
-def test_the_stores_of_a_request_that_a_reset_preempts_are_waited_for(rows: Transaction) -> None:
+def test_the_stores_of_a_request_that_a_reset_preempts_are_waited_for(rows):
     if NAMED:
         assert not applied(rows, *RESETS[3:])
         return
@@ -241,7 +238,7 @@ def test_the_stores_of_a_request_that_a_reset_preempts_are_waited_for(rows: Tran
     assert not planner.step().jobs_to_flush, "it is named once"
 
 
-def test_without_the_rows_its_blocks_are_written_while_they_are_stored(rows: Transaction) -> None:
+def test_without_the_rows_its_blocks_are_written_while_they_are_stored(rows):
     for name in applied(rows, *RESETS[3:5]):
         rows.revert(name)
         planner = Planner()
@@ -265,7 +262,7 @@ def look_up(planner: Planner) -> Any:
     return answer
 
 
-def test_a_preempted_request_is_loaded_when_its_stores_have_ended(rows: Transaction) -> None:
+def test_a_preempted_request_is_loaded_when_its_stores_have_ended(rows):
     if Version("0.24") <= RELEASE:
         assert not applied(rows, "offloading.lookup"), "vLLM waits by itself"
         return
@@ -276,7 +273,7 @@ def test_a_preempted_request_is_loaded_when_its_stores_have_ended(rows: Transact
     assert look_up(planner) == (32, True)
 
 
-def test_a_new_request_is_looked_up_by_vllm(rows: Transaction) -> None:
+def test_a_new_request_is_looked_up_by_vllm(rows):
     # A new request is not known before vLLM looks it up, up to 0.22; later it was announced.
     if Version("0.23") <= RELEASE:
         return
@@ -286,7 +283,7 @@ def test_a_new_request_is_looked_up_by_vllm(rows: Transaction) -> None:
         look_up(planner)
 
 
-def test_without_the_row_it_is_loaded_while_it_is_stored(rows: Transaction) -> None:
+def test_without_the_row_it_is_loaded_while_it_is_stored(rows):
     if applied(rows, "offloading.lookup"):
         rows.revert("offloading.computed_tokens")  # of the same function, and above it
         rows.revert("offloading.lookup")
@@ -295,7 +292,7 @@ def test_without_the_row_it_is_loaded_while_it_is_stored(rows: Transaction) -> N
         assert look_up(planner) == (32, True)
 
 
-def test_a_request_that_computes_every_token_loads_none(rows: Transaction) -> None:
+def test_a_request_that_computes_every_token_loads_none(rows):
     if not applied(rows, "offloading.computed_tokens"):
         return  # vLLM's own work, in other functions of later releases
     planner = Planner()
@@ -305,7 +302,7 @@ def test_a_request_that_computes_every_token_loads_none(rows: Transaction) -> No
     assert not asynchronous
 
 
-def test_without_the_row_it_loads_what_it_was_to_compute(rows: Transaction) -> None:
+def test_without_the_row_it_loads_what_it_was_to_compute(rows):
     for name in applied(rows, "offloading.computed_tokens"):
         rows.revert(name)
         planner = Planner()
@@ -319,7 +316,7 @@ def test_without_the_row_it_loads_what_it_was_to_compute(rows: Transaction) -> N
 )
 @pytest.mark.skipif(Version("0.23") > RELEASE, reason="before every store, see fence.window_blocks")
 @pytest.mark.parametrize("ids", [(11, 12, 13, 14), (0, 0, 13, 14)], ids=["without", "with"])
-def test_what_a_window_left_is_not_stored_after_a_reset(ids: tuple[int, ...]) -> None:
+def test_what_a_window_left_is_not_stored_after_a_reset(ids):
     """vLLM sets a running request back to its first chunk, and keeps the ids of others' blocks."""
     planner, left = Planner(), ids[0] == 0
     group = SimpleNamespace(block_ids=[11, 12, 13, 14], next_stored_chunk_idx=3)

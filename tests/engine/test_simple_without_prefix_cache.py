@@ -1,7 +1,5 @@
 """What vLLM's SimpleCPUOffloadConnector does without a prefix cache, without an engine."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.simple_cpu_offload_connector i
 
 
 @pytest.mark.parametrize("role", list(KVConnectorRole))
-def test_vllm_switches_it_off(role: Any) -> None:
+def test_vllm_switches_it_off(role):
     """The reason of KVP392."""
     config: Any = SimpleNamespace(
         kv_transfer_config=SimpleNamespace(kv_connector_extra_config={}, kv_role="kv_both"),

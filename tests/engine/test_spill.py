@@ -1,7 +1,5 @@
 """A spill through vLLM's own planners and CPU tiers, without an engine or kvpatch's patches."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from types import SimpleNamespace
 from typing import Any
@@ -91,7 +89,7 @@ def spill_of(made: Any, keys: dict[int, bytes]) -> Spill:
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
 @pytest.mark.parametrize("threshold", [1, 3])
-def test_offloading_stores_what_fits_and_forgets_the_store(policy: str, threshold: int) -> None:
+def test_offloading_stores_what_fits_and_forgets_the_store(policy, threshold):
     made = planner(threshold, policy)
     spill = spill_of(made, {number: key(number, number % 2) for number in range(1, 13)})
     assert spill.tier.why_not() == ""
@@ -114,7 +112,7 @@ def test_offloading_stores_what_fits_and_forgets_the_store(policy: str, threshol
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
-def test_offloading_evicts_nothing_that_the_spill_needs(policy: str) -> None:
+def test_offloading_evicts_nothing_that_the_spill_needs(policy):
     made = planner(policy=policy)
     first = spill_of(made, {number: key(number) for number in range(1, 11)})
     ((number, _),) = offloading.store(made, first).items()
@@ -130,7 +128,7 @@ def test_offloading_evicts_nothing_that_the_spill_needs(policy: str) -> None:
     assert second.kept() == 10
 
 
-def test_offloading_counts_its_own_stores_and_loads_of_the_step() -> None:
+def test_offloading_counts_its_own_stores_and_loads_of_the_step():
     """The connector stores two of the blocks at the same time."""
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import TransferJobStatus
     from vllm.v1.kv_offload.base import ReqContext
@@ -152,7 +150,7 @@ def test_offloading_counts_its_own_stores_and_loads_of_the_step() -> None:
     assert (spill.counts.restored, set(spill.counts.away)) == (1, {key(4), key(5)})
 
 
-def test_offloading_waits_for_room_and_gives_up_without_hope() -> None:
+def test_offloading_waits_for_room_and_gives_up_without_hope():
     made = planner()
     first = spill_of(made, {number: key(number) for number in range(1, 11)})
     ((number, _),) = offloading.store(made, first).items()
@@ -178,7 +176,7 @@ def test_offloading_waits_for_room_and_gives_up_without_hope() -> None:
     assert second.kept() == 0
 
 
-def test_offloading_takes_what_fits_beside_blocks_in_use() -> None:
+def test_offloading_takes_what_fits_beside_blocks_in_use():
     from vllm.v1.kv_offload.base import ReqContext
 
     made = planner()
@@ -200,7 +198,7 @@ def test_offloading_takes_what_fits_beside_blocks_in_use() -> None:
     assert offloading.OffloadingTier(made).holds(key(1)), "what is being loaded was evicted"
 
 
-def test_offloading_leaves_out_what_has_gone_meanwhile() -> None:
+def test_offloading_leaves_out_what_has_gone_meanwhile():
     made = planner()
     spill = spill_of(made, {number: key(number) for number in range(1, 5)})
     del spill.pool._block_id_to_key[2]
@@ -210,14 +208,14 @@ def test_offloading_leaves_out_what_has_gone_meanwhile() -> None:
     assert not spill.waits
 
 
-def test_offloading_leaves_groups_out_that_the_connector_does_not_store() -> None:
+def test_offloading_leaves_groups_out_that_the_connector_does_not_store():
     made = planner()
     spill = spill_of(made, {1: key(1, 7)})
     assert offloading.store(made, spill) == {}
     assert not spill.waits
 
 
-def test_a_reset_of_the_tier_ends_a_store() -> None:
+def test_a_reset_of_the_tier_ends_a_store():
     made = planner()
     made._current_batch_load_jobs, made._current_batch_jobs_to_flush = {}, set()
     made._current_batch_allocated_block_ids = set()
@@ -232,7 +230,7 @@ def test_a_reset_of_the_tier_ends_a_store() -> None:
 
 
 @pytest.mark.parametrize("chunk", [2, 4])
-def test_chunks_are_stored_with_all_of_their_blocks(chunk: int) -> None:
+def test_chunks_are_stored_with_all_of_their_blocks(chunk):
     """Of two requests, in both groups; the second one's end fills no chunk."""
     made = planner(chunk=chunk)
     long = [bytes([number]) * 32 for number in range(1, 2 * chunk + 1)]
@@ -261,7 +259,7 @@ def test_chunks_are_stored_with_all_of_their_blocks(chunk: int) -> None:
     assert (spill.kept(), spill.lost()) == (6 * chunk, 0)
 
 
-def test_blocks_with_several_hashes_and_tiers_of_others_are_refused() -> None:
+def test_blocks_with_several_hashes_and_tiers_of_others_are_refused():
     made = planner(chunk=2)
     made.config.kv_group_configs[1].hashes_per_chunk = 4
     assert "several hashes" in offloading.OffloadingTier(made).why_not()
@@ -269,7 +267,7 @@ def test_blocks_with_several_hashes_and_tiers_of_others_are_refused() -> None:
     assert "SimpleNamespace" in offloading.OffloadingTier(made).why_not()
 
 
-def test_what_is_behind_the_cpu_tier_is_not_asked() -> None:
+def test_what_is_behind_the_cpu_tier_is_not_asked():
     """A lookup there would promote what it finds."""
     made = planner()
     cpu = made.manager
@@ -304,7 +302,7 @@ def step(made: Any, spill: Spill, event: int, now: tuple[int, ...] = ()) -> dict
 
 
 @pytest.mark.parametrize("lazy", [True, False])
-def test_simple_stores_what_fits_and_evicts_nothing_that_the_spill_needs(lazy: bool) -> None:
+def test_simple_stores_what_fits_and_evicts_nothing_that_the_spill_needs(lazy):
     made = simple_scheduler(lazy, {number: key(number) for number in range(1, 13)})
     pool = made._gpu_block_pool
     spill = Spill(simple.SimpleTier(made), pool)
@@ -329,7 +327,7 @@ def test_simple_stores_what_fits_and_evicts_nothing_that_the_spill_needs(lazy: b
 
 
 @pytest.mark.parametrize("alone", [False, True])
-def test_lazy_mode_stores_nothing_beside_a_suspension(alone: bool) -> None:
+def test_lazy_mode_stores_nothing_beside_a_suspension(alone):
     """In the place of what the suspension has stored; and a reset fails while it does."""
     from kvpatch import state
 
@@ -349,7 +347,7 @@ def test_lazy_mode_stores_nothing_beside_a_suspension(alone: bool) -> None:
     assert simple.around_store_specs(lazy, made, ("step",), {}) == ([7], [8], [], None)
 
 
-def test_simple_stores_nothing_twice() -> None:
+def test_simple_stores_nothing_twice():
     made = simple_scheduler(False, {number: key(number) for number in range(1, 5)})
     pool = made._gpu_block_pool
     spill = Spill(simple.SimpleTier(made), pool)
@@ -360,7 +358,7 @@ def test_simple_stores_nothing_twice() -> None:
     assert set(spill.counts.away) == {key(number) for number in (2, 3, 4)}
 
 
-def test_simple_waits_for_room_and_gives_up_without_hope() -> None:
+def test_simple_waits_for_room_and_gives_up_without_hope():
     made = simple_scheduler(True, {number: key(number) for number in range(1, 11)})
     pool = made._gpu_block_pool
     first = Spill(simple.SimpleTier(made), pool)

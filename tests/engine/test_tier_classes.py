@@ -1,7 +1,5 @@
 """vLLM's own tier classes with kvpatch's rows over them, without an engine."""
 
-from __future__ import annotations
-
 import errno
 import inspect
 import itertools
@@ -11,7 +9,7 @@ import resource
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -48,7 +46,7 @@ from kvpatch.versions import installed
 
 
 @pytest.fixture
-def rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[Transaction]:
+def rows(monkeypatch):
     """The feature's rows in force, in this process; revert one to show its fault."""
     transaction = Transaction()
     transaction.apply_all(FEATURE.at(release_of(installed("vllm")[0])))
@@ -65,7 +63,7 @@ def revert(rows: Transaction, *ids: str) -> None:
 
 
 @pytest.fixture
-def tiers(rows: Transaction, tmp_path: Path) -> Iterator[Callable[..., Tiers]]:
+def tiers(rows, tmp_path):
     made: list[Tiers] = []
 
     def make(folder: Path = tmp_path / "disk", **changes: Any) -> Tiers:
@@ -77,7 +75,7 @@ def tiers(rows: Transaction, tmp_path: Path) -> Iterator[Callable[..., Tiers]]:
         one.manager.shutdown()
 
 
-def test_blocks_come_back_after_the_cpu_tier_lost_them_and_after_a_restart(tiers) -> None:
+def test_blocks_come_back_after_the_cpu_tier_lost_them_and_after_a_restart(tiers):
     first = tiers()
     first.store(1, 2, 3)
     first.forget()
@@ -85,7 +83,7 @@ def test_blocks_come_back_after_the_cpu_tier_lost_them_and_after_a_restart(tiers
     assert tiers().find(1, 2, 3, 4) == [1, 2, 3]
 
 
-def test_two_tiers_of_one_type(tiers, tmp_path: Path) -> None:
+def test_two_tiers_of_one_type(tiers, tmp_path):
     """Each has all blocks; what one has lost comes from the other."""
     both = [{"type": "fs", "root_dir": str(tmp_path / name)} for name in ("a", "b")]
     two = tiers(tiers=both)
@@ -95,7 +93,7 @@ def test_two_tiers_of_one_type(tiers, tmp_path: Path) -> None:
     assert two.find(1, 2, 3) == [1, 2, 3]
 
 
-def test_a_truncated_file_is_a_miss_and_is_stored_again(tiers) -> None:
+def test_a_truncated_file_is_a_miss_and_is_stored_again(tiers):
     one = tiers()
     one.store(1, 2, 3)
     one.forget()
@@ -114,7 +112,7 @@ def damage(file: Path, at: int) -> None:
 
 
 @pytest.mark.parametrize("at", [0, ROW // 2, ROW - 1, ROW + 12])
-def test_a_file_with_one_bit_changed_is_a_miss(tiers, at: int) -> None:
+def test_a_file_with_one_bit_changed_is_a_miss(tiers, at):
     one = tiers()
     one.store(1, 2, 3)
     one.forget()
@@ -123,9 +121,7 @@ def test_a_file_with_one_bit_changed_is_a_miss(tiers, at: int) -> None:
     assert not one.file(2).exists()
 
 
-def test_without_the_row_blocks_that_came_with_a_damaged_one_are_lost(
-    rows: Transaction, tiers
-) -> None:
+def test_without_the_row_blocks_that_came_with_a_damaged_one_are_lost(rows, tiers):
     """Up to 0.27, where a job is right or wrong as a whole."""
     if "secondary_tiers.promoted_blocks" not in {applied.patch.id for applied in rows.applied}:
         return
@@ -137,7 +133,7 @@ def test_without_the_row_blocks_that_came_with_a_damaged_one_are_lost(
     assert one.find(1, 2, 3) == []
 
 
-def test_a_request_that_has_finished_stores_its_last_blocks(rows: Transaction, tiers) -> None:
+def test_a_request_that_has_finished_stores_its_last_blocks(rows, tiers):
     """As 0.26 asks it to, in the step after the tiers were told that it has finished."""
     if "secondary_tiers.last_blocks" not in {applied.patch.id for applied in rows.applied}:
         return
@@ -152,7 +148,7 @@ def test_a_request_that_has_finished_stores_its_last_blocks(rows: Transaction, t
         one.store(3, ended=True)
 
 
-def test_a_file_in_another_blocks_place_is_a_miss(tiers) -> None:
+def test_a_file_in_another_blocks_place_is_a_miss(tiers):
     one = tiers()
     one.store(1, 2, 3)
     one.forget()
@@ -160,7 +156,7 @@ def test_a_file_in_another_blocks_place_is_a_miss(tiers) -> None:
     assert one.find(1, 2, 3) == [1]
 
 
-def test_without_the_checksum_a_damaged_file_is_served(rows: Transaction, tiers) -> None:
+def test_without_the_checksum_a_damaged_file_is_served(rows, tiers):
     """What vLLM does by itself, and what the tests above can tell."""
     revert(rows, "secondary_tiers.load_block", "secondary_tiers.load_blocks")
     revert(rows, "secondary_tiers.store_block", "secondary_tiers.store_blocks")
@@ -171,7 +167,7 @@ def test_without_the_checksum_a_damaged_file_is_served(rows: Transaction, tiers)
     assert one.find(1, 2, 3) == [1, -1, 3]
 
 
-def test_a_folder_that_was_removed_is_a_miss_and_is_made_again(tiers, tmp_path: Path) -> None:
+def test_a_folder_that_was_removed_is_a_miss_and_is_made_again(tiers, tmp_path):
     one = tiers()
     one.store(1, 2, 3)
     one.forget()
@@ -184,9 +180,7 @@ def test_a_folder_that_was_removed_is_a_miss_and_is_made_again(tiers, tmp_path: 
     assert one.find(1, 2, 3) == [1, 2, 3]
 
 
-def test_a_tier_with_a_size_keeps_the_blocks_that_were_used_last(
-    tiers, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tier_with_a_size_keeps_the_blocks_that_were_used_last(tiers, monkeypatch):
     monkeypatch.setenv(TIER_SIZE.name, str(3 * (ROW + SEAL)))
     one = tiers()
     one.store(1)
@@ -222,7 +216,7 @@ def test_a_tier_with_a_size_keeps_the_blocks_that_were_used_last(
     assert not tier.disk.errors["load"]
 
 
-def test_a_size_of_less_than_a_block_file_is_refused(tiers, monkeypatch) -> None:
+def test_a_size_of_less_than_a_block_file_is_refused(tiers, monkeypatch):
     monkeypatch.setenv(TIER_SIZE.name, str(ROW + SEAL - 1))
     with pytest.raises(
         Refusal, match=r"none would be kept; set KVPATCH_TIER_SIZE to .* \[KVP385\]"
@@ -230,7 +224,7 @@ def test_a_size_of_less_than_a_block_file_is_refused(tiers, monkeypatch) -> None
         tiers()
 
 
-def test_a_ledger_that_others_can_write_to_is_refused(tiers, tmp_path, monkeypatch) -> None:
+def test_a_ledger_that_others_can_write_to_is_refused(tiers, tmp_path, monkeypatch):
     monkeypatch.setenv(TIER_SIZE.name, "1GiB")
     (tmp_path / "disk" / f"kvpatch-{os.geteuid()}").mkdir(parents=True)
     (tmp_path / "disk" / f"kvpatch-{os.geteuid()}").chmod(0o777)
@@ -239,7 +233,7 @@ def test_a_ledger_that_others_can_write_to_is_refused(tiers, tmp_path, monkeypat
 
 
 @pytest.fixture
-def full_disk() -> Iterator[Callable[[bool], None]]:
+def full_disk():
     """Make every file end after half a block, as on a disk without room; or not any more."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
 
@@ -251,7 +245,7 @@ def full_disk() -> Iterator[Callable[[bool], None]]:
     fill(False)
 
 
-def test_a_full_disk_loses_blocks_and_nothing_else(tiers, tmp_path: Path, full_disk) -> None:
+def test_a_full_disk_loses_blocks_and_nothing_else(tiers, tmp_path, full_disk):
     one = tiers()
     one.store(1)
     full_disk(True)
@@ -270,13 +264,11 @@ def test_a_full_disk_loses_blocks_and_nothing_else(tiers, tmp_path: Path, full_d
 
 
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+def impatient(monkeypatch):
     monkeypatch.setenv(TIER_PATIENCE.name, "0.2")
 
 
-def test_a_disk_that_hangs_while_reading_is_passed_over_until_it_answers(
-    rows: Transaction, impatient: None, tiers
-) -> None:
+def test_a_disk_that_hangs_while_reading_is_passed_over_until_it_answers(rows, impatient, tiers):
     one = tiers()
     one.store(1, 2, 3, 5)
     one.forget()
@@ -302,9 +294,7 @@ def test_a_disk_that_hangs_while_reading_is_passed_over_until_it_answers(
     assert one.find(1, 2, 3) == [1, 2, 3]
 
 
-def test_without_the_rows_a_disk_that_hangs_stalls_the_request(
-    rows: Transaction, impatient: None, tiers
-) -> None:
+def test_without_the_rows_a_disk_that_hangs_stalls_the_request(rows, impatient, tiers):
     rows.revert("secondary_tiers.lookup")
     one = tiers()
     one.store(1, 2, 3)
@@ -317,7 +307,7 @@ def test_without_the_rows_a_disk_that_hangs_stalls_the_request(
 
 
 @pytest.fixture
-def hung_probe(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+def hung_probe(monkeypatch):
     """Every question which files there are waits for the event."""
     from vllm.v1.kv_offload.tiering.fs.manager import FsAsyncLookupManager
 
@@ -333,9 +323,7 @@ def hung_probe(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     answers.set()
 
 
-def test_a_disk_that_hangs_when_asked_for_files_is_passed_over(
-    impatient: None, tiers, hung_probe: threading.Event
-) -> None:
+def test_a_disk_that_hangs_when_asked_for_files_is_passed_over(impatient, tiers, hung_probe):
     one = tiers()
     one.store(1)
     one.forget()
@@ -346,9 +334,7 @@ def test_a_disk_that_hangs_when_asked_for_files_is_passed_over(
 
 
 @pytest.mark.parametrize("ours", [True, False], ids=["with", "without"])
-def test_two_answers_about_one_block_do_not_end_the_engine(
-    rows: Transaction, tiers, hung_probe: threading.Event, ours: bool
-) -> None:
+def test_two_answers_about_one_block_do_not_end_the_engine(rows, tiers, hung_probe, ours):
     """A request is aborted while the disk is asked, and another asks for the same block.
 
     From 0.30 on vLLM lets the second share the question of the first. Up to 0.27 it goes by
@@ -379,7 +365,7 @@ def test_two_answers_about_one_block_do_not_end_the_engine(
             one.manager.lookup(one.key(1), context)
 
 
-def test_a_prompt_larger_than_the_cpu_tier_gets_what_fits(tiers) -> None:
+def test_a_prompt_larger_than_the_cpu_tier_gets_what_fits(tiers):
     one = tiers()
     for number in range(1, 2 * BLOCKS + 1):
         one.store(number)
@@ -388,9 +374,7 @@ def test_a_prompt_larger_than_the_cpu_tier_gets_what_fits(tiers) -> None:
     assert found == list(range(1, BLOCKS + 1))
 
 
-def test_without_the_row_a_prompt_larger_than_the_cpu_tier_gets_nothing(
-    rows: Transaction, tiers
-) -> None:
+def test_without_the_row_a_prompt_larger_than_the_cpu_tier_gets_nothing(rows, tiers):
     """Its last blocks push its first ones out again, in turn for as long as it waits."""
     revert(rows, "secondary_tiers.promotion", "secondary_tiers.promotion_of_tier")
     one = tiers()
@@ -434,9 +418,7 @@ class Copying:
         return copy
 
 
-def test_after_a_reset_nothing_is_promoted_before_older_copies_have_ended(
-    rows: Transaction, tiers
-) -> None:
+def test_after_a_reset_nothing_is_promoted_before_older_copies_have_ended(rows, tiers):
     if "secondary_tiers.reset" not in {applied.patch.id for applied in rows.applied}:
         return  # vLLM 0.33 waits by itself
     one = tiers(blocks=1)
@@ -457,9 +439,7 @@ def test_after_a_reset_nothing_is_promoted_before_older_copies_have_ended(
     assert one.find(1) == [1]
 
 
-def test_without_the_row_an_older_copy_overwrites_what_was_promoted(
-    rows: Transaction, tiers
-) -> None:
+def test_without_the_row_an_older_copy_overwrites_what_was_promoted(rows, tiers):
     """Up to 0.32: the block is found, and has another's KV."""
     if "secondary_tiers.reset" not in {applied.patch.id for applied in rows.applied}:
         return
@@ -475,7 +455,7 @@ def test_without_the_row_an_older_copy_overwrites_what_was_promoted(
     assert one.find(1) == [2]
 
 
-def test_requests_together_larger_than_the_cpu_tier_all_get_on(tiers) -> None:
+def test_requests_together_larger_than_the_cpu_tier_all_get_on(tiers):
     """Each takes what it can get while the others push its blocks out."""
     one = tiers()
     prompts = [range(first, first + BLOCKS // 2) for first in range(1, 33, BLOCKS // 2)]
@@ -494,7 +474,7 @@ def test_requests_together_larger_than_the_cpu_tier_all_get_on(tiers) -> None:
     assert not waiting
 
 
-def test_files_and_folders_are_private(tiers, tmp_path: Path) -> None:
+def test_files_and_folders_are_private(tiers, tmp_path):
     before = os.umask(0)
     try:
         one = tiers()
@@ -540,9 +520,7 @@ def suspend(one: Tiers) -> None:
 
 
 @pytest.mark.parametrize("pass_over", [make_late, suspend])
-def test_a_tier_that_is_passed_over_declines_what_it_is_handed(
-    tiers, pass_over: Callable[[Tiers], None]
-) -> None:
+def test_a_tier_that_is_passed_over_declines_what_it_is_handed(tiers, pass_over):
     """A block that was found, and whose tier is late before it is asked for the bytes."""
     one = tiers()
     one.store(1)
@@ -562,9 +540,7 @@ def test_a_tier_that_is_passed_over_declines_what_it_is_handed(
 
 
 @pytest.mark.parametrize("pass_over", [make_late, suspend])
-def test_a_tier_that_is_passed_over_has_nothing_that_it_had_before(
-    tiers, pass_over: Callable[[Tiers], None]
-) -> None:
+def test_a_tier_that_is_passed_over_has_nothing_that_it_had_before(tiers, pass_over):
     one = tiers()
     one.store(1)
     one.forget()
@@ -578,7 +554,7 @@ def test_a_tier_that_is_passed_over_has_nothing_that_it_had_before(
     assert one.tier.lookup(one.key(1), context) is nowhere
 
 
-def test_what_waits_in_the_queue_makes_no_tier_late() -> None:
+def test_what_waits_in_the_queue_makes_no_tier_late():
     from kvpatch.patches.secondary_tiers.fs import TimedTasks
 
     now, started = [0.0], []
@@ -614,7 +590,7 @@ def test_what_waits_in_the_queue_makes_no_tier_late() -> None:
     assert started == [True] * 3
 
 
-def test_what_a_disk_took_and_gave_is_counted(tiers) -> None:
+def test_what_a_disk_took_and_gave_is_counted(tiers):
     one = tiers()
     one.store(1, 2, 3)
     one.forget()
@@ -625,9 +601,7 @@ def test_what_a_disk_took_and_gave_is_counted(tiers) -> None:
     assert one.tier.disk.errors == {}
 
 
-def test_errors_of_a_disk_are_counted_by_kind(
-    tiers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_errors_of_a_disk_are_counted_by_kind(tiers, tmp_path, monkeypatch):
     one = tiers()
     one.store(1, 2)
     one.forget()
@@ -649,7 +623,7 @@ def test_errors_of_a_disk_are_counted_by_kind(
     assert one.tier.disk.errors == {"damaged": 1, "store": 1, "load": 1}
 
 
-def test_a_look_for_files_that_fails_is_counted(tiers, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_look_for_files_that_fails_is_counted(tiers, monkeypatch):
     one = tiers()
     one.store(1)
     one.forget()
@@ -663,9 +637,7 @@ def test_a_look_for_files_that_fails_is_counted(tiers, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(("pass_over", "errors"), [(make_late, {"late": 2}), (suspend, {})])
-def test_a_job_that_a_late_disk_is_not_handed_is_an_error_of_it(
-    tiers, pass_over: Callable[[Tiers], None], errors: dict[str, int]
-) -> None:
+def test_a_job_that_a_late_disk_is_not_handed_is_an_error_of_it(tiers, pass_over, errors):
     """Not what is passed over because the weights are others."""
     one = tiers()
     pass_over(one)
@@ -674,7 +646,7 @@ def test_a_job_that_a_late_disk_is_not_handed_is_an_error_of_it(
     assert one.tier.disk.errors == errors
 
 
-def test_the_tiers_of_an_engine_are_described(tiers, tmp_path: Path) -> None:
+def test_the_tiers_of_an_engine_are_described(tiers, tmp_path):
     from kvpatch.patches.metrics import tiers as described
 
     both = [{"type": "fs", "root_dir": str(tmp_path / name)} for name in ("a", "b")]
@@ -704,7 +676,7 @@ def test_the_tiers_of_an_engine_are_described(tiers, tmp_path: Path) -> None:
         assert not any(disk["errors"].values())
 
 
-def test_the_first_of_two_answers_stays() -> None:
+def test_the_first_of_two_answers_stays():
     """Up to 0.29; the second is of a disk that has changed meanwhile."""
     from kvpatch.patches.secondary_tiers.fs import FirstAnswers
 
@@ -717,9 +689,7 @@ def test_the_first_of_two_answers_stays() -> None:
     assert lookups._lookup_state["a"].result is True
 
 
-def test_hashes_by_a_random_seed_are_told(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hashes_by_a_random_seed_are_told(caplog, monkeypatch):
     from vllm.v1.core import kv_cache_utils
 
     from kvpatch.patches.secondary_tiers import fs
@@ -740,7 +710,7 @@ def test_hashes_by_a_random_seed_are_told(
     assert "PYTHONHASHSEED is not set" in caplog.text
 
 
-def test_a_folder_that_others_can_open_is_refused(tiers, tmp_path: Path) -> None:
+def test_a_folder_that_others_can_open_is_refused(tiers, tmp_path):
     folder = Path(f"{folder_of(tiers)}_r0")
     folder.chmod(0o777)
     with pytest.raises(Refusal, match=r"is open to other users.*KVP334"):
@@ -752,9 +722,7 @@ def test_a_folder_that_others_can_open_is_refused(tiers, tmp_path: Path) -> None
         tiers()
 
 
-def test_two_users_of_one_folder_have_folders_of_their_own(
-    tiers, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_users_of_one_folder_have_folders_of_their_own(tiers, monkeypatch):
     first = folder_of(tiers)
     # What follows is of a user we are not.
     monkeypatch.setattr(fingerprint, "own_folder", lambda path: None)
@@ -763,7 +731,7 @@ def test_two_users_of_one_folder_have_folders_of_their_own(
     assert folder_of(tiers) != first
 
 
-def test_what_a_killed_engine_was_writing_is_swept_at_the_next_start(tiers) -> None:
+def test_what_a_killed_engine_was_writing_is_swept_at_the_next_start(tiers):
     folder = Path(f"{folder_of(tiers)}_r0") / TEMPORARY
     folder.mkdir(exist_ok=True)
     for name, age in (("old", ABANDONED + 60), ("new", 0.0)):
@@ -777,9 +745,7 @@ def test_what_a_killed_engine_was_writing_is_swept_at_the_next_start(tiers) -> N
 CALLS = ("open", "writev", "readv", "close", "fstat", "rename", "replace", "unlink", "mkdir")
 
 
-def test_every_call_to_the_disk_fails_in_turn(
-    tiers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_call_to_the_disk_fails_in_turn(tiers, tmp_path, monkeypatch):
     """No error leaves the tier, a fault is a miss, and what comes back is right."""
     calls = itertools.count(1)
     failing = 0
@@ -825,22 +791,18 @@ DIFFERENT = {
 
 
 @pytest.mark.parametrize("changes", DIFFERENT.values(), ids=DIFFERENT.keys())
-def test_engines_that_differ_have_folders_of_their_own(tiers, changes: dict[str, Any]) -> None:
+def test_engines_that_differ_have_folders_of_their_own(tiers, changes):
     assert folder_of(tiers) == folder_of(tiers)
     assert folder_of(tiers) != folder_of(tiers, **changes)
 
 
-def test_another_layout_or_other_weights_have_a_folder_of_their_own(
-    tiers, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_layout_or_other_weights_have_a_folder_of_their_own(tiers, monkeypatch):
     first = folder_of(tiers)
     monkeypatch.setattr(fingerprint, "_described", "another layout")
     assert folder_of(tiers) != first
 
 
-def test_without_the_row_layouts_and_numbers_of_ranks_share_a_folder(
-    rows: Transaction, tiers, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_row_layouts_and_numbers_of_ranks_share_a_folder(rows, tiers, monkeypatch):
     ours = folder_of(tiers)
     rows.revert("secondary_tiers.file_mapper")
     plain = folder_of(tiers)
@@ -850,7 +812,7 @@ def test_without_the_row_layouts_and_numbers_of_ranks_share_a_folder(
     assert folder_of(tiers) == plain
 
 
-def test_a_tier_before_the_kv_cache_is_refused(tiers, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tier_before_the_kv_cache_is_refused(tiers, monkeypatch):
     monkeypatch.setattr(fingerprint, "_described", None)
     with pytest.raises(
         RuntimeError, match="a secondary tier is created before the KV cache, because its"
@@ -858,7 +820,7 @@ def test_a_tier_before_the_kv_cache_is_refused(tiers, monkeypatch: pytest.Monkey
         tiers()
 
 
-def test_vllms_example_tier_gives_back_what_lies_in_the_cpu_tier(tiers) -> None:
+def test_vllms_example_tier_gives_back_what_lies_in_the_cpu_tier(tiers):
     """Why it is refused: it keeps names and no bytes."""
     one = tiers(tiers=[{"type": "example"}])
     one.store(1)
@@ -905,7 +867,7 @@ def layout(order: str, blocks: int = 5, sizes: tuple[int, ...] = (2, 4, 3, 8)) -
     return fingerprint.block_layout(caches, groups, rows)
 
 
-def test_every_order_of_the_bytes_of_a_block_is_described_differently() -> None:
+def test_every_order_of_the_bytes_of_a_block_is_described_differently():
     orders = ["contiguous", "non-contiguous", "heads first"]
     described = [layout(order) for order in orders]
     assert len({repr(one) for one in described}) == 3
@@ -914,7 +876,7 @@ def test_every_order_of_the_bytes_of_a_block_is_described_differently() -> None:
     assert layout("contiguous", sizes=(2, 4, 6, 4)) != layout("contiguous")
 
 
-def test_other_weights_under_the_same_name_are_told_apart() -> None:
+def test_other_weights_under_the_same_name_are_told_apart():
     def model(seed: int) -> Any:
         torch.manual_seed(seed)
         return torch.nn.Sequential(torch.nn.Linear(40, 3), torch.nn.Linear(3, 7))
@@ -924,7 +886,7 @@ def test_other_weights_under_the_same_name_are_told_apart() -> None:
     assert fingerprint.sample_weights(model(1)) != fingerprint.sample_weights(model(1).bfloat16())
 
 
-def test_a_second_engine_with_the_same_engine_id_is_refused() -> None:
+def test_a_second_engine_with_the_same_engine_id_is_refused():
     from kvpatch.patches.secondary_tiers.shared_memory import around_engine_core
 
     transfer = SimpleNamespace(

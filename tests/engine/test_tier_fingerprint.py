@@ -1,7 +1,5 @@
 """What makes the bytes of a block has a part in the name of a tier's folder; without an engine."""
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 import itertools
@@ -64,12 +62,12 @@ def changed(name: str, place: Any, packed: bool = False) -> str:
     return sample(model)
 
 
-def test_the_digest_is_that_of_the_values_and_not_of_their_place() -> None:
+def test_the_digest_is_that_of_the_values_and_not_of_their_place():
     assert sample(Model()) == sample(Model())
     assert sample(Model()) != sample(Model().bfloat16())
 
 
-def test_rope_is_in_a_buffer_that_is_not_saved() -> None:
+def test_rope_is_in_a_buffer_that_is_not_saved():
     assert sample(Model(theta=1e6)) != sample(Model())
     model = Model()
     model._k_scale.fill_(2.0)
@@ -78,35 +76,35 @@ def test_rope_is_in_a_buffer_that_is_not_saved() -> None:
 
 @pytest.mark.parametrize("name", ["norm", "sinks", "wide.bias"])
 @pytest.mark.parametrize("place", [0, 3, 7])
-def test_every_value_of_a_vector_counts(name: str, place: int) -> None:
+def test_every_value_of_a_vector_counts(name, place):
     assert changed(name, place) != sample(Model())
 
 
-def test_a_scalar_counts() -> None:
+def test_a_scalar_counts():
     assert changed("scale", ()) != sample(Model())
 
 
 @pytest.mark.parametrize("expert", range(0, 128, 7))
-def test_every_expert_counts(expert: int) -> None:
+def test_every_expert_counts(expert):
     assert changed("experts", expert) != sample(Model())
 
 
 @pytest.mark.parametrize("place", [(0, 0), (0, 15), (1, 3), (1, 15)])
-def test_every_matrix_of_a_stack_of_stacks_counts(place: Any) -> None:
+def test_every_matrix_of_a_stack_of_stacks_counts(place):
     assert changed("stack", place) != sample(Model())
 
 
 @pytest.mark.parametrize("name", ["wide.weight", "turned", "embedding.weight"])
 @pytest.mark.parametrize("row", [0, 1, 57, 199])
-def test_every_row_of_a_matrix_counts(name: str, row: int) -> None:
+def test_every_row_of_a_matrix_counts(name, row):
     assert changed(name, row) != sample(Model())
 
 
-def test_quantized_values_count() -> None:
+def test_quantized_values_count():
     assert changed("quantized", slice(100, 103)) != sample(Model())
 
 
-def test_a_tensor_of_another_name_dtype_or_shape_is_another() -> None:
+def test_a_tensor_of_another_name_dtype_or_shape_is_another():
     def digest(name: str, tensor: torch.Tensor) -> str:
         made = Samples()
         made.add(name, tensor)
@@ -132,7 +130,7 @@ def test_a_tensor_of_another_name_dtype_or_shape_is_another() -> None:
     ],
     ids=str,
 )
-def test_every_dtype_is_read(dtype: torch.dtype) -> None:
+def test_every_dtype_is_read(dtype):
     def digest(values: torch.Tensor) -> str:
         made = Samples()
         made.add("a", values.to(dtype))
@@ -141,7 +139,7 @@ def test_every_dtype_is_read(dtype: torch.dtype) -> None:
     assert digest(torch.zeros(300, 100)) != digest(torch.ones(300, 100))
 
 
-def test_few_transfers_for_many_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_transfers_for_many_tensors(monkeypatch):
     transfers = []
     joined = torch.cat
 
@@ -157,7 +155,7 @@ def test_few_transfers_for_many_tensors(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(transfers) > 10
 
 
-def test_large_tensors_are_sampled_in_every_few_rows() -> None:
+def test_large_tensors_are_sampled_in_every_few_rows():
     large = torch.zeros(3 * samples.ROWS // 2, 64)
     taken = diagonals(large)
     assert sum(map(len, taken)) < large.numel() // 10
@@ -176,7 +174,7 @@ def numbered(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
     return torch.arange(math.prod(shape)).view(shape).to(dtype)
 
 
-def test_the_same_values_count_in_every_release_of_kvpatch() -> None:
+def test_the_same_values_count_in_every_release_of_kvpatch():
     """Else nobody finds his blocks again after an update: change this digest with a reason only."""
     tensors = {
         "scalar": numbered(1).view(()),
@@ -202,7 +200,7 @@ def test_the_same_values_count_in_every_release_of_kvpatch() -> None:
     assert made.digest() == "f85e4e21ea6089415f8f0b3740465979b72c1b37c5e498bfe6a4e98dfa79ee2c"
 
 
-def test_a_batch_is_transferred_once_it_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_is_transferred_once_it_is_full(monkeypatch):
     """The device's memory for what is joined, and the host's, are bounded."""
     transfers: list[int] = []
     monkeypatch.setattr(
@@ -224,7 +222,7 @@ def test_a_batch_is_transferred_once_it_is_full(monkeypatch: pytest.MonkeyPatch)
     assert after(64, 8, 8, 8, 8) == [2, 2]
 
 
-def test_values_of_two_devices_or_sizes_are_not_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_of_two_devices_or_sizes_are_not_joined(monkeypatch):
     class Values:
         is_meta, dtype, shape = False, "x", (1,)
 
@@ -251,14 +249,14 @@ def test_values_of_two_devices_or_sizes_are_not_joined(monkeypatch: pytest.Monke
     assert [tensors[0], tensors[3]] in joined
 
 
-def test_tensors_without_values_are_named() -> None:
+def test_tensors_without_values_are_named():
     made = Samples()
     made.add("a", torch.empty(2, 3, device="meta"))
     assert made.digest() != Samples().digest()
 
 
 @pytest.mark.parametrize("row", [0, 77, 199])
-def test_weights_that_a_library_has_packed_count(row: int) -> None:
+def test_weights_that_a_library_has_packed_count(row):
     """vLLM's CPU backend drops the tensor of a linear layer after packing it."""
     assert sample(Model(packed=True)) == sample(Model(packed=True))
     assert changed("", row, packed=True) != sample(Model(packed=True))
@@ -314,12 +312,12 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("changes", CHANGES.values(), ids=CHANGES)
-def test_every_setting_that_makes_a_blocks_bytes_counts(changes: dict[str, Any]) -> None:
+def test_every_setting_that_makes_a_blocks_bytes_counts(changes):
     assert named() == named()
     assert named(**changes) != named()
 
 
-def test_where_a_model_was_read_from_does_not_count() -> None:
+def test_where_a_model_was_read_from_does_not_count():
     changed = configured()
     changed.model_config.hf_config._name_or_path = "/another/folder"
     assert json.dumps(fingerprint.configuration(changed), sort_keys=True) == named()
@@ -334,7 +332,7 @@ class Nested:
     inner: Any
 
 
-def test_values_are_plain_and_the_same_in_every_process() -> None:
+def test_values_are_plain_and_the_same_in_every_process():
     given = {
         1: (Nested({"b", "a"}), Color.RED, torch.float16, object(), int, None, 0.5),
         "known": LlamaConfig(),
@@ -365,7 +363,7 @@ def layer(**changes: Any) -> dict[str, Any]:
     ],
     ids=lambda changes: next(iter(changes)),
 )
-def test_an_attention_layer_counts(changes: dict[str, Any]) -> None:
+def test_an_attention_layer_counts(changes):
     assert layer(**changes) != layer()
 
 
@@ -401,7 +399,7 @@ class Worker:
         return fingerprint.describe(self)
 
 
-def test_a_worker_describes_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_describes_all_of_it(monkeypatch):
     import vllm
     from vllm.platforms import current_platform
 
@@ -449,13 +447,13 @@ class Core:
 
 
 @pytest.fixture(autouse=True)
-def nothing_described(monkeypatch: pytest.MonkeyPatch) -> None:
+def nothing_described(monkeypatch):
     monkeypatch.setattr(fingerprint, "_described", None)
     monkeypatch.setattr(fingerprint, "_weights", None)
     monkeypatch.setattr(shared_memory, "_of_workers", [])
 
 
-def test_what_every_worker_has_mapped_is_what_the_scheduler_may_map() -> None:
+def test_what_every_worker_has_mapped_is_what_the_scheduler_may_map():
     two = Core({}, {})
     two.start()
     assert shared_memory._of_workers == two.files
@@ -463,20 +461,20 @@ def test_what_every_worker_has_mapped_is_what_the_scheduler_may_map() -> None:
     assert shared_memory._of_workers == []
 
 
-def test_every_worker_counts() -> None:
+def test_every_worker_counts():
     first = Core({"weights": "a"}, {"weights": "b"}).start()
     assert Core({"weights": "a"}, {"weights": "b"}).start() == first
     assert Core({"weights": "a"}, {"weights": "c"}).start() != first
     assert Core({"weights": "a"}).start() != first
 
 
-def test_an_engine_without_tiers_forgets_the_engine_before_it() -> None:
+def test_an_engine_without_tiers_forgets_the_engine_before_it():
     assert Core({}).start()
     assert Core({}, tiers=False).start() is None
     assert fingerprint._weights is None
 
 
-def test_a_deleted_engine_is_not_kept() -> None:
+def test_a_deleted_engine_is_not_kept():
     import gc
     import weakref
 
@@ -512,7 +510,7 @@ def mapper(root: Path) -> Mapper:
     return made
 
 
-def test_replaced_weights_have_a_folder_of_their_own(tmp_path: Path) -> None:
+def test_replaced_weights_have_a_folder_of_their_own(tmp_path):
     core = Core({"weights": "old"})
     core.start()
     one = mapper(tmp_path)
@@ -533,7 +531,7 @@ def test_replaced_weights_have_a_folder_of_their_own(tmp_path: Path) -> None:
     assert f"{Path(one.base_path).name}_r3" in folders
 
 
-def test_two_users_of_one_folder_have_folders_of_their_own(tmp_path: Path, monkeypatch) -> None:
+def test_two_users_of_one_folder_have_folders_of_their_own(tmp_path, monkeypatch):
     monkeypatch.setattr(fingerprint, "own_folder", lambda path: None)
     Core({}).start()
     first = mapper(tmp_path).base_path
@@ -542,7 +540,7 @@ def test_two_users_of_one_folder_have_folders_of_their_own(tmp_path: Path, monke
     assert mapper(tmp_path).base_path != first
 
 
-def test_a_folder_in_the_way_is_refused_in_a_sentence(tmp_path: Path) -> None:
+def test_a_folder_in_the_way_is_refused_in_a_sentence(tmp_path):
     Core({}).start()
     folder = Path(mapper(tmp_path).base_path)
     folder.chmod(0o777)

@@ -3,10 +3,7 @@
 Tests may mount what they need: this process has a mount namespace of its own.
 """
 
-from __future__ import annotations
-
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -22,14 +19,14 @@ __all__ = ["rows", "tiers"]
 
 
 @pytest.fixture(autouse=True, scope="session")
-def own_mounts() -> None:
+def own_mounts():
     """What a test mounts is seen by its engines, and is gone with this process."""
     process.close_servers()  # of other lanes: they would not see it
     namespaces.own_mounts()
 
 
 @pytest.fixture
-def small(tmp_path: Path) -> Iterator[Callable[..., Path]]:
+def small(tmp_path):
     """Mount small file systems: a name, a size in bytes, a number of inodes."""
     mounted: list[Path] = []
 

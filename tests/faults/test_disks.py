@@ -1,12 +1,10 @@
 """A disk behind the CPU tier that is full, gone bad, in the way, or does not answer."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +32,7 @@ def assert_whole(folder: Path) -> None:
     "the disk is full (ENOSPC of a real file system)",
     "what fits is stored whole, the rest is dropped; with room again blocks are stored again",
 )
-def test_a_disk_without_room(tiers: Callable[..., Any], small: Callable[..., Path]) -> None:
+def test_a_disk_without_room(tiers, small):
     disk = small("disk", 3 * FILE + 3 * 4096)
     one = tiers(disk)
     for number in range(1, 7):
@@ -57,7 +55,7 @@ def test_a_disk_without_room(tiers: Callable[..., Any], small: Callable[..., Pat
     "the disk has no inodes left",
     "no file and no folder is made; blocks are dropped and what was stored before is found",
 )
-def test_a_disk_without_inodes(tiers: Callable[..., Any], small: Callable[..., Path]) -> None:
+def test_a_disk_without_inodes(tiers, small):
     disk = small("disk", 64 * FILE, inodes=12)
     one = tiers(disk)
     for number in range(1, 9):
@@ -74,9 +72,7 @@ def test_a_disk_without_inodes(tiers: Callable[..., Any], small: Callable[..., P
     "the disk becomes read-only",
     "what was stored is found, new blocks are dropped; writable again, they are stored again",
 )
-def test_a_disk_that_becomes_read_only(
-    tiers: Callable[..., Any], small: Callable[..., Path]
-) -> None:
+def test_a_disk_that_becomes_read_only(tiers, small):
     disk = small("disk", 64 * FILE)
     one = tiers(disk)
     one.store(1, 2)
@@ -120,9 +116,7 @@ def nowhere(file: Path) -> None:
     "a block file is truncated, empty, 8 GiB of nothing, a folder or a dead link",
     "a miss: the block is computed, the blocks before it are served",
 )
-def test_a_file_that_is_no_block(
-    tiers: Callable[..., Any], small: Callable[..., Path], damage: Callable[[Path], None]
-) -> None:
+def test_a_file_that_is_no_block(tiers, small, damage):
     disk = small("disk", 64 * FILE)
     one = tiers(disk)
     one.store(1, 2, 3)
@@ -137,9 +131,7 @@ def test_a_file_that_is_no_block(
     "a folder in the place of a folder of hashes is a file",
     "blocks of it are dropped, others are stored",
 )
-def test_a_file_in_the_place_of_a_folder(
-    tiers: Callable[..., Any], small: Callable[..., Path]
-) -> None:
+def test_a_file_in_the_place_of_a_folder(tiers, small):
     disk = small("disk", 64 * FILE)
     one = tiers(disk)
     in_the_way = one.file(1).parent
@@ -155,14 +147,14 @@ def test_a_file_in_the_place_of_a_folder(
 
 
 @pytest.fixture
-def device(tmp_path: Path) -> Iterator[namespaces.Disk]:
+def device(tmp_path):
     """An ext4 file system on a file, which can hang."""
     with namespaces.disk(tmp_path / "disk", tmp_path / "image") as made:
         yield made
 
 
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+def impatient(monkeypatch):
     monkeypatch.setenv(TIER_PATIENCE.name, str(PATIENCE))
 
 
@@ -202,9 +194,7 @@ def late_in_a_write(tiers: Callable[..., Any], device: namespaces.Disk) -> Any:
     "it is passed over after the patience: blocks are served from the CPU tier, lookups are "
     "misses, stores are declined; when it answers it is used again",
 )
-def test_a_disk_that_hangs_while_writing(
-    impatient: None, tiers: Callable[..., Any], device: namespaces.Disk
-) -> None:
+def test_a_disk_that_hangs_while_writing(impatient, tiers, device):
     one = late_in_a_write(tiers, device)
     assert one.find(1, 2) == [1, 2]  # from the CPU tier
     store_without_waiting(one, 3)
@@ -224,9 +214,7 @@ def test_a_disk_that_hangs_while_writing(
     "the caches are reset while the disk hangs",
     "the reset waits for the disk, as vLLM has it: the memory it would free is being written out",
 )
-def test_a_reset_while_the_disk_hangs(
-    impatient: None, tiers: Callable[..., Any], device: namespaces.Disk
-) -> None:
+def test_a_reset_while_the_disk_hangs(impatient, tiers, device):
     one = late_in_a_write(tiers, device)
     reset = threading.Thread(target=one.forget)
     reset.start()
@@ -243,9 +231,7 @@ def test_a_reset_while_the_disk_hangs(
     "the disk hangs when the engine shuts down",
     "the engine ends after the patience and does not wait for the disk",
 )
-def test_a_disk_that_hangs_at_the_end(
-    impatient: None, tiers: Callable[..., Any], device: namespaces.Disk
-) -> None:
+def test_a_disk_that_hangs_at_the_end(impatient, tiers, device):
     one = tiers(device.folder)
     device.hang()
     store_without_waiting(one, 1, 2, 3)
@@ -256,7 +242,7 @@ def test_a_disk_that_hangs_at_the_end(
 
 
 @pytest.fixture
-def hung_renaming(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+def hung_renaming(monkeypatch):
     """Every renaming waits for the event, as on a network disk that went away."""
     answers = threading.Event()
     for name in ("replace", "rename"):
@@ -276,11 +262,11 @@ def hung_renaming(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     "the file is not found until then; the engine goes on without the tier",
 )
 def test_a_disk_that_hangs_while_renaming(
-    impatient: None,
-    tiers: Callable[..., Any],
-    small: Callable[..., Path],
-    hung_renaming: threading.Event,
-) -> None:
+    impatient,
+    tiers,
+    small,
+    hung_renaming,
+):
     disk = small("disk", 64 * FILE)
     one = tiers(disk)
     store_without_waiting(one, 1)
@@ -299,9 +285,7 @@ def test_a_disk_that_hangs_while_renaming(
     "reading the disk is EIO (the file behind the loop device is cut off)",
     "blocks on it are misses; the engine goes on, and what it stores then is found",
 )
-def test_a_disk_that_cannot_be_read(
-    tiers: Callable[..., Any], device: namespaces.Disk, tmp_path: Path
-) -> None:
+def test_a_disk_that_cannot_be_read(tiers, device, tmp_path):
     one = tiers(device.folder)
     one.store(1, 2)
     os.sync()

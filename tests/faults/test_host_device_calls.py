@@ -1,7 +1,5 @@
 """The host device while a call of the kernel fails."""
 
-from __future__ import annotations
-
 import errno
 import os
 import subprocess
@@ -26,7 +24,7 @@ CALLS = {
 
 
 @pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def program(tmp_path_factory):
     """The device as kvcached compiles it, every call of which can fail."""
     made = tmp_path_factory.mktemp("host-device") / "faults"
     source = Path(__file__).with_name("host_device_faults.cpp")
@@ -46,7 +44,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "the call of CUDA returns an error and the next one succeeds; a page whose release could not "
     "be noted stays charged until its process ends",
 )
-def test_a_call_of_the_host_device_that_fails(program: Path, tmp_path: Path, call: str) -> None:
+def test_a_call_of_the_host_device_that_fails(program, tmp_path, call):
     done = subprocess.run(
         [program, call, str(CALLS[call])],
         env=os.environ | {HOST_DEVICE.name: "64MiB", HOST_DEVICE_DIR.name: str(tmp_path)},
@@ -64,13 +62,13 @@ def fail(*args: Any, **kwargs: Any) -> Any:
 
 
 @pytest.fixture
-def no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_descriptor(monkeypatch):
     monkeypatch.setattr(Path, "open", fail)
     monkeypatch.setattr(os, "open", fail)
 
 
 @pytest.fixture
-def no_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_lock(monkeypatch):
     monkeypatch.setattr(ledger.fcntl, "flock", fail)
 
 
@@ -79,9 +77,7 @@ def no_lock(monkeypatch: pytest.MonkeyPatch) -> None:
     "a copy of the host device cannot ask for its permit (no descriptor, no lock)",
     "its event has the error, which ends the transfer; the stream goes on",
 )
-def test_a_copy_without_its_permit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, fault: str
-) -> None:
+def test_a_copy_without_its_permit(tmp_path, monkeypatch, request, fault):
     monkeypatch.setenv(HOST_DEVICE.name, "64MiB")
     monkeypatch.setenv(HOST_DEVICE_DIR.name, str(tmp_path))
     stream, ran = Stream("test"), []

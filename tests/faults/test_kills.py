@@ -1,10 +1,5 @@
 """Processes."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 
 from harness.kills import LEFT
@@ -19,8 +14,8 @@ from harness.kills import LEFT
     "/dev/shm",
 )
 def test_servers_that_are_killed_leave_nothing_wrong_and_nothing_behind(
-    reported: Callable[..., Any],
-) -> None:
+    reported,
+):
     totals = reported("harness.kills", "--kills", "4")["totals"]
     assert totals["kills"] == 4
     assert totals["answers_of_successors"] > 0

@@ -1,14 +1,12 @@
 """Other users, other machines and other containers beside an engine."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,7 @@ NOBODY = 65534
 
 
 @pytest.fixture
-def public() -> Iterator[Path]:
+def public():
     """A folder that everybody can reach and write to, as /tmp."""
     folder = Path(tempfile.mkdtemp(prefix="kvpatch-faults-"))
     folder.chmod(0o1777)
@@ -55,7 +53,7 @@ def as_nobody(call: Callable[[], Any]) -> str:
     "a second user on the machine looks for the blocks of a tier in a shared folder",
     "folders and files are for the engine's user only",
 )
-def test_another_user_reads_no_block(tiers: Callable[..., Any], public: Path) -> None:
+def test_another_user_reads_no_block(tiers, public):
     one = tiers(public / "disk")
     one.store(1)
     file = one.file(1)
@@ -70,9 +68,7 @@ def test_another_user_reads_no_block(tiers: Callable[..., Any], public: Path) ->
     "a second user starts an engine on the host device",
     "each user has a device and a ledger of his own",
 )
-def test_another_user_has_a_device_of_his_own(
-    public: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_user_has_a_device_of_his_own(public, monkeypatch):
     monkeypatch.setenv(HOST_DEVICE.name, "64MiB")
     monkeypatch.setenv(HOST_DEVICE_DIR.name, str(public))
     mine = ledger.ledger_path()
@@ -83,7 +79,7 @@ def test_another_user_has_a_device_of_his_own(
 
 
 @pytest.fixture
-def two_views(tmp_path: Path, small: Callable[..., Path]) -> tuple[Path, Path]:
+def two_views(tmp_path, small):
     """One disk, mounted where two machines have it."""
     disk, other = small("machine-a", 64 * 4 * ROW), tmp_path / "machine-b"
     other.mkdir()
@@ -95,9 +91,7 @@ def two_views(tmp_path: Path, small: Callable[..., Path]) -> tuple[Path, Path]:
     "two machines have one disk mounted, at different places",
     "each finds the blocks of the other; what one removes is a miss of the other",
 )
-def test_two_machines_share_what_they_stored(
-    tiers: Callable[..., Any], two_views: tuple[Path, Path]
-) -> None:
+def test_two_machines_share_what_they_stored(tiers, two_views):
     here, there = (tiers(folder) for folder in two_views)
     here.store(1, 2)
     there.store(3)
@@ -112,9 +106,7 @@ def test_two_machines_share_what_they_stored(
     "two machines store the same blocks on one disk at the same time",
     "one file a block, whole; both find what was stored",
 )
-def test_two_machines_store_the_same_blocks_at_once(
-    tiers: Callable[..., Any], two_views: tuple[Path, Path]
-) -> None:
+def test_two_machines_store_the_same_blocks_at_once(tiers, two_views):
     both = [tiers(folder) for folder in two_views]
     blocks = [(first, first + 1) for first in range(1, 33, 2)]
     start = threading.Barrier(len(both))
@@ -155,9 +147,7 @@ one.manager.shutdown()
     "a container (pid, ipc, network, host name and mounts of its own) on the same disk",
     "it finds the blocks of the engine outside, and the engine outside those of it",
 )
-def test_a_container_on_the_same_disk(
-    tiers: Callable[..., Any], two_views: tuple[Path, Path]
-) -> None:
+def test_a_container_on_the_same_disk(tiers, two_views):
     here = tiers(two_views[0])
     here.store(1, 2, 3)
     lane = Path(__file__).parents[1] / "engine"
@@ -176,7 +166,7 @@ def test_a_container_on_the_same_disk(
 
 
 @pytest.fixture
-def small_shm(small: Callable[..., Path]) -> Iterator[Callable[[int], None]]:
+def small_shm(small):
     """Make /dev/shm as small as a container's, for this process."""
     shm = Path("/dev/shm")
     mounted = []
@@ -194,9 +184,7 @@ def small_shm(small: Callable[..., Path]) -> Iterator[Callable[[int], None]]:
     "/dev/shm has 256 KiB, and the CPU tier does not fit",
     "it is not made, with an error that says so, and leaves no file; one that fits starts",
 )
-def test_a_cpu_tier_larger_than_dev_shm(
-    tiers: Callable[..., Any], small_shm: Callable[[int], None]
-) -> None:
+def test_a_cpu_tier_larger_than_dev_shm(tiers, small_shm):
     small_shm(256 << 10)
     with pytest.raises(Exception, match="/dev/shm"):
         tiers(blocks=64)

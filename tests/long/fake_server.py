@@ -6,8 +6,6 @@ Its faults are named by the variable FAULT. As in an engine, a request computes 
 it finds neither on the device nor in the tier, and the device evicts what was used least.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

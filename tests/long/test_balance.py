@@ -1,16 +1,12 @@
 """``kvpatch balance`` and two served engines: one gets what the other one does not need."""
 
-from __future__ import annotations
-
 import os
 import subprocess
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 
 from harness.engines.balance_alone import command_for
-from harness.engines.runs import Device, Run, engine_arguments, prompts
+from harness.engines.runs import Run, engine_arguments, prompts
 from harness.engines.serving import eventually, watched
 from kvpatch import control
 
@@ -18,9 +14,7 @@ COUNT = 6
 RUN = Run(blocks=300)
 
 
-def test_memory_goes_where_it_is_needed_and_nothing_is_lost(
-    models: Callable[[str], Path], device: Device, tmp_path: Path
-) -> None:
+def test_memory_goes_where_it_is_needed_and_nothing_is_lost(models, device, tmp_path):
     names = [f"balance-{os.getpid()}-{number}" for number in range(2)]
     with ExitStack() as stack:
         servers = []

@@ -3,13 +3,10 @@
 What is asked in between leaves nothing of the first prompts on the device.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +14,7 @@ import pytest
 from harness import models
 from harness.engines.oracle import PLAIN, same_tokens, widest_gap
 from harness.engines.runs import Finished, Run, prompts
-from harness.engines.tiers import SMALL, Serve, hits, on
+from harness.engines.tiers import SMALL, hits, on
 
 TOKENS, *OTHERS = prompts(9)
 FILL = [[prompt] for prompt in OTHERS]
@@ -79,7 +76,7 @@ Plain = Callable[[str], list[Any]]
 
 
 @pytest.fixture(scope="module")
-def plain(serve: Serve) -> Plain:
+def plain(serve):
     """What plain vLLM answers to the three prompts of a kind, and to those in between."""
 
     @cache
@@ -104,7 +101,7 @@ def plain(serve: Serve) -> Plain:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(tmp_path_factory):
     """The model with other weights."""
     return models.make_model(tmp_path_factory.mktemp("trained") / "llama-4", seed=8)
 
@@ -113,14 +110,12 @@ ASKED = [[TOKENS], *FILL[:2]]
 
 
 @pytest.fixture(scope="module")
-def old(plain: Plain) -> list[Any]:
+def old(plain):
     """What plain vLLM answers with the first weights; the third prompt has no salt."""
     return plain("salts")[2:5]
 
 
-def test_weights_that_are_replaced_find_no_block_of_the_old_ones(
-    serve: Serve, tmp_path: Path, trained: Path, old: list[Any]
-) -> None:
+def test_weights_that_are_replaced_find_no_block_of_the_old_ones(serve, tmp_path, trained, old):
     """The loop of a training with reload_weights and a reset of all caches, over a disk."""
     reload = {"rounds": ASKED * 3, "reload": [3], "reload_from": str(trained)}
     ours = records(serve(on(tmp_path), **reload))
@@ -137,8 +132,8 @@ def test_weights_that_are_replaced_find_no_block_of_the_old_ones(
 
 
 def test_without_a_reset_nothing_of_the_new_weights_is_stored_as_of_the_old(
-    serve: Serve, tmp_path: Path, trained: Path, old: list[Any]
-) -> None:
+    serve, tmp_path, trained, old
+):
     run = on(tmp_path)
     reload = {
         "rounds": [*ASKED[:1], *ASKED[1:]],
@@ -156,8 +151,8 @@ def test_without_a_reset_nothing_of_the_new_weights_is_stored_as_of_the_old(
 
 @pytest.mark.parametrize("run", [Run(), Run(simple="eager")], ids=["Offloading", "Simple"])
 def test_a_reset_by_its_defaults_leaves_no_block_of_the_old_weights_in_the_cpu_tier(
-    serve: Serve, trained: Path, old: list[Any], run: Run
-) -> None:
+    serve, trained, old, run
+):
     """Without secondary tiers; vLLM resets the prefix cache of the device alone by default."""
     reload = {"reload": [3], "reload_from": str(trained), "reset_on_reload": {}}
     ours = records(serve(run, rounds=ASKED * 3, **reload))
@@ -170,9 +165,7 @@ def test_a_reset_by_its_defaults_leaves_no_block_of_the_old_weights_in_the_cpu_t
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_disk_keeps_them_apart_over_a_restart(
-    serve: Serve, tmp_path: Path, plain: Plain, name: str
-) -> None:
+def test_a_disk_keeps_them_apart_over_a_restart(serve, tmp_path, plain, name):
     kind, expected = KINDS[name], plain(name)
     one, two, three = kind.of
     run = on(tmp_path, model=kind.model)
@@ -185,7 +178,7 @@ def test_a_disk_keeps_them_apart_over_a_restart(
 
 # A disk is behind a CPU tier, which the test above asks of each kind: both have vLLM's hashes.
 @pytest.mark.parametrize("name", ["salts"])
-def test_the_cpu_tier_keeps_them_apart(serve: Serve, plain: Plain, name: str) -> None:
+def test_the_cpu_tier_keeps_them_apart(serve, plain, name):
     kind, expected = KINDS[name], plain(name)
     (one, two, three), made = kind.of, kind.made
     # The device holds 4 of these prompts, the CPU tier all.

@@ -1,7 +1,5 @@
 """Copies between the device and the CPU tier that fail, in an engine."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from typing import Any
@@ -12,7 +10,6 @@ from harness.engines.failing_copies import BROKEN, REFUSED
 from harness.engines.fixtures import MODES
 from harness.engines.oracle import PLAIN, assert_same_round
 from harness.engines.runs import Finished, Run, connector, load
-from harness.engines.tiers import Serve
 
 ROUNDS = [load("few"), load("few"), load("few")]
 # Blocks of the CPU tier, which has room for all prompts.
@@ -24,7 +21,7 @@ def simple(mode: str, model: str = "llama") -> Run:
 
 
 @pytest.fixture(scope="module")
-def plain(serve: Serve) -> dict[str, list[Any]]:
+def plain(serve):
     """What plain vLLM answers, by model."""
     return {
         model: serve(replace(PLAIN, model=model), rounds=ROUNDS[:1]).round(0)
@@ -48,9 +45,7 @@ def ends(finished: Finished) -> str:
     "a store of SimpleCPUOffloadConnector fails",
     "the CPU tier does not offer its blocks, and the engine goes on",
 )
-def test_what_was_not_stored_is_computed_again(
-    serve: Serve, plain: dict[str, list[Any]], mode: str, model: str
-) -> None:
+def test_what_was_not_stored_is_computed_again(serve, plain, mode, model):
     run = simple(mode, model=model)
     fail = {"connector": "Simple", "of": "stores", "times": 2}
     ours = serve(run, rounds=ROUNDS, fail=fail)
@@ -73,7 +68,7 @@ LOADS = {"connector": "Simple", "of": "loads"}
     "a load of SimpleCPUOffloadConnector fails, for one KV cache group",
     "vLLM fails the requests or computes the blocks again, by `kv_load_failure_policy`",
 )
-def test_what_was_not_loaded_is_computed_again(serve: Serve, plain: dict[str, list[Any]]) -> None:
+def test_what_was_not_loaded_is_computed_again(serve, plain):
     ours = serve(simple("eager"), rounds=ROUNDS, fail=LOADS, engine=by("recompute"))
     for index in range(len(ROUNDS)):
         assert_same_round(ours.round(index), plain["llama"])
@@ -82,9 +77,7 @@ def test_what_was_not_loaded_is_computed_again(serve: Serve, plain: dict[str, li
     assert ours.result["simple"]["pinned"] == 0
 
 
-def test_by_the_default_policy_its_requests_fail_and_no_others(
-    serve: Serve, plain: dict[str, list[Any]]
-) -> None:
+def test_by_the_default_policy_its_requests_fail_and_no_others(serve, plain):
     ours = serve(simple("eager"), rounds=ROUNDS, fail=LOADS, engine=by("fail"))
     answered = [one["tokens"] for index in range(len(ROUNDS)) for one in ours.round(index)]
     expected = [one["tokens"] for one in plain["llama"]] * len(ROUNDS)
@@ -100,7 +93,7 @@ def test_by_the_default_policy_its_requests_fail_and_no_others(
     "a load of SimpleCPUOffloadConnector fails, for several KV cache groups",
     "the engine ends with one sentence (KVP422)",
 )
-def test_a_failed_load_into_several_groups_ends_the_engine(serve: Serve) -> None:
+def test_a_failed_load_into_several_groups_ends_the_engine(serve):
     ended = serve(simple("eager", model="sliding"), rounds=ROUNDS, fail=LOADS)
     assert "vLLM cannot compute blocks of several KV cache groups again" in ends(ended)
 
@@ -109,7 +102,7 @@ def test_a_failed_load_into_several_groups_ends_the_engine(serve: Serve) -> None
     "more copies fail one after the other than are tolerated",
     "the engine ends with one sentence (KVP422); without it requests would wait for good",
 )
-def test_when_every_load_fails_the_engine_ends_instead_of_standing_still(serve: Serve) -> None:
+def test_when_every_load_fails_the_engine_ends_instead_of_standing_still(serve):
     fail = LOADS | {"times": 1000}
     ended = serve(simple("eager"), rounds=ROUNDS, fail=fail, engine=by("recompute"))
     assert "and so did the 3 before it" in ends(ended)
@@ -120,6 +113,6 @@ def test_when_every_load_fails_the_engine_ends_instead_of_standing_still(serve: 
     "a copy of OffloadingConnector fails on the device",
     "the engine ends with one sentence (KVP422); CUDA's errors stay",
 )
-def test_a_failed_copy_of_the_offloading_connector_ends_the_engine(serve: Serve, of: str) -> None:
+def test_a_failed_copy_of_the_offloading_connector_ends_the_engine(serve, of):
     ended = serve(Run(), rounds=ROUNDS, fail={"connector": "Offloading", "of": of})
     assert f"the copies failed with RuntimeError: {BROKEN};" in ends(ended)

@@ -1,12 +1,9 @@
 """``vllm serve --data-parallel-size 2``: two engines of one server, each with its own memory."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +11,7 @@ from typing import Any
 import pytest
 
 from harness import releases
-from harness.engines.runs import Device, Run, block_bytes, engine_arguments, prompts
+from harness.engines.runs import Run, block_bytes, engine_arguments, prompts
 from harness.engines.serving import Forked, eventually
 from harness.serve import Server
 from kvpatch import admitted, control
@@ -105,9 +102,7 @@ def arguments(run: Run) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def plain(
-    models: Callable[[str], Path], device: Device, tmp_path_factory: pytest.TempPathFactory
-) -> list[list[Any]]:
+def plain(models, device, tmp_path_factory):
     """The tokens of plain vLLM with the same two engines."""
     folder = tmp_path_factory.mktemp("plain")
     with Forked(models("llama"), arguments(PLAIN), device.environ(PLAIN), folder) as server:
@@ -115,18 +110,14 @@ def plain(
 
 
 @pytest.fixture(scope="module")
-def served(
-    models: Callable[[str], Path], device: Device, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Served]:
+def served(models, device, tmp_path_factory):
     environment = device.environ(OURS)
     folder = tmp_path_factory.mktemp("serve")
     with Forked(models("llama"), arguments(OURS), environment, folder) as server:
         yield Served(server, environment, [ask(server), ask(server)])
 
 
-def test_each_engine_answers_as_plain_vllms_does_and_restores_from_its_own_tier(
-    served: Served, plain: list[list[Any]]
-) -> None:
+def test_each_engine_answers_as_plain_vllms_does_and_restores_from_its_own_tier(served, plain):
     first, again = served.rounds
     assert tokens(first) == tokens(again) == plain
     assert [[one["cached"] for one in each] for each in first] == [[0] * EACH] * RANKS
@@ -141,16 +132,14 @@ def test_each_engine_answers_as_plain_vllms_does_and_restores_from_its_own_tier(
     assert all(engine["elastic"] for engine in served.engines())
 
 
-def test_what_one_engine_stored_is_in_no_other_ones_tier(
-    served: Served, plain: list[list[Any]]
-) -> None:
+def test_what_one_engine_stored_is_in_no_other_ones_tier(served, plain):
     for rank in range(RANKS):
         other = (rank + 1) % RANKS
         answer = complete(served.server, rank, of_rank(other)[0])
         assert answer == {"tokens": plain[other][0], "cached": 0}
 
 
-def test_each_engine_has_a_line_a_name_and_a_socket(served: Served) -> None:
+def test_each_engine_has_a_line_a_name_and_a_socket(served):
     names = [f"{NAME}-dp{rank}" for rank in range(RANKS)]
     assert [engine["pool"] for engine in served.engines()] == names
     for verb in ("status", "list"):
@@ -163,9 +152,7 @@ def test_each_engine_has_a_line_a_name_and_a_socket(served: Served) -> None:
     assert all((Path("/dev/shm") / name).exists() for name in names)
 
 
-def test_a_lower_limit_takes_pages_of_one_engine_alone(
-    served: Served, plain: list[list[Any]]
-) -> None:
+def test_a_lower_limit_takes_pages_of_one_engine_alone(served, plain):
     first, second = (control.find(f"{NAME}-dp{rank}") for rank in range(RANKS))
     most = first.said["most"]
     for engine in (first, second):

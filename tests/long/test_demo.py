@@ -1,14 +1,11 @@
 """The demo as a person starts it: it passes, and leaves nothing behind."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -67,7 +64,7 @@ class Demo:
 
 
 @pytest.fixture
-def demo(tmp_path: Path) -> Iterator[Demo]:
+def demo(tmp_path):
     demo = Demo(tmp_path)
     yield demo
     if demo.process.poll() is None:  # the test failed before its end
@@ -76,7 +73,7 @@ def demo(tmp_path: Path) -> Iterator[Demo]:
     shutil.rmtree(demo.temporary)
 
 
-def test_the_demo_passes_and_writes_its_report(demo: Demo, tmp_path: Path) -> None:
+def test_the_demo_passes_and_writes_its_report(demo, tmp_path):
     assert demo.finish() == 0, demo.output
     assert re.search(r"([1-9]\d*) of \1\s+tokens equal to plain vLLM's", demo.output)
     assert re.search(r"[1-9][\d,]* of [\d,]+\s+tokens of returning prompts not", demo.output)
@@ -94,9 +91,7 @@ def test_the_demo_passes_and_writes_its_report(demo: Demo, tmp_path: Path) -> No
     [(signal.SIGINT, "starting both servers"), (signal.SIGTERM, "plain vLLM: first peak")],
     ids=["Ctrl-C while the servers start", "SIGTERM under load"],
 )
-def test_an_interrupted_demo_leaves_nothing(
-    demo: Demo, signum: signal.Signals, moment: str
-) -> None:
+def test_an_interrupted_demo_leaves_nothing(demo, signum, moment):
     demo.read_until(moment)
     assert moment in demo.output, demo.output
     demo.process.send_signal(signum)

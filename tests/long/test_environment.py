@@ -1,15 +1,11 @@
 """No variable is added to an engine's environment while kvcached's threads may read it."""
 
-from __future__ import annotations
-
 import re
 import subprocess
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
-from harness.engines.runs import Device, Run, engine_arguments, prompts, run_driver
+from harness.engines.runs import Run, engine_arguments, prompts, run_driver
 
 # Tells of every variable that is set, and whether it was there; the C library's call does it.
 TELLS = r"""
@@ -30,7 +26,7 @@ BEGUN = "Init C++ PageAllocator"  # the threads start after it
 
 
 @pytest.fixture
-def tells(tmp_path: Path) -> Path:
+def tells(tmp_path):
     source, library = tmp_path / "tells.c", tmp_path / "tells.so"
     source.write_text(TELLS)
     command = ["g++", "-x", "c", "-shared", "-fPIC", str(source), "-o", str(library), "-ldl"]
@@ -40,8 +36,8 @@ def tells(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("reverted", [False, True], ids=["kvpatch", "without the row"])
 def test_an_engine_adds_no_variable_after_kvcacheds_threads_have_started(
-    models: Callable[[str], Path], device: Device, tmp_path: Path, tells: Path, reverted: bool
-) -> None:
+    models, device, tmp_path, tells, reverted
+):
     run = Run(environment=(("LD_PRELOAD", str(tells)),))
     job = {
         "model": str(models(run.model)),

@@ -1,19 +1,13 @@
 """KV cache events on elastic memory, against vLLM's own on one schedule."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
 from harness.engines.events import RUN, assert_same_events
-from harness.engines.runs import Finished, Run
 
 
 @pytest.mark.parametrize("contiguous", [True, False], ids=["contiguous", "non-contiguous"])
-def test_events_come_out_as_from_plain_vllm(
-    engine: Callable[[Run], Finished], contiguous: bool
-) -> None:
+def test_events_come_out_as_from_plain_vllm(engine, contiguous):
     plain = engine(replace(RUN, kvpatch=False))
     assert_same_events(engine(replace(RUN, contiguous=contiguous)), plain)

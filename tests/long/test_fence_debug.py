@@ -1,27 +1,19 @@
 """Debug mode on engines: it finds nothing, and each violation that is made."""
 
-from __future__ import annotations
-
 import json
 import re
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from harness.engines.fences import TOGETHER, Fences
-from harness.engines.runs import Device
 
 
 @pytest.fixture(scope="module")
-def fences(
-    models: Callable[[str], Path], device: Device, tmp_path_factory: pytest.TempPathFactory
-) -> Fences:
+def fences(models, device, tmp_path_factory):
     return Fences(models, device, tmp_path_factory.mktemp("fence"))
 
 
-def test_debug_mode_checks_every_store_and_load_and_finds_nothing(fences: Fences) -> None:
+def test_debug_mode_checks_every_store_and_load_and_finds_nothing(fences):
     ended, result = fences.debug(*TOGETHER)
     assert ended.code == 0, ended.log[-4000:]
     (checked,) = json.loads(result.read_text())["checked"]
@@ -37,9 +29,7 @@ def test_debug_mode_checks_every_store_and_load_and_finds_nothing(fences: Fences
         ("corrupt", {}, "a load brought other bytes than were stored"),
     ],
 )
-def test_debug_mode_stops_the_engine_at_a_violation(
-    fences: Fences, scenario: str, broken: dict[str, Any], found: str
-) -> None:
+def test_debug_mode_stops_the_engine_at_a_violation(fences, scenario, broken, found):
     ended, _ = fences.debug(scenario, **broken)
     assert ended.code != 0
     assert re.search(

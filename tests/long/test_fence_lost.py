@@ -1,20 +1,12 @@
 """Each interleaving that the fence is for loses blocks without it."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 
 from harness.engines.fences import LOST_WITHOUT, Fences
-from harness.engines.runs import Device
 
 
 @pytest.fixture(scope="module")
-def fences(
-    models: Callable[[str], Path], device: Device, tmp_path_factory: pytest.TempPathFactory
-) -> Fences:
+def fences(models, device, tmp_path_factory):
     return Fences(models, device, tmp_path_factory.mktemp("fence"))
 
 
@@ -27,9 +19,7 @@ def fences(
         for name in sorted(names - {"window_skip"})
     ],
 )
-def test_without_the_fence_blocks_are_lost(
-    fences: Fences, scenario: str, asynchronous: bool
-) -> None:
+def test_without_the_fence_blocks_are_lost(fences, scenario, asynchronous):
     result = fences.run(scenario, asynchronous, fenced=False)
     assert result["async"] is asynchronous
     assert result["scenarios"][scenario]["wrong"] > 0

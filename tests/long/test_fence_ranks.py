@@ -1,20 +1,12 @@
 """The fence with two ranks: workers in processes of their own."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 
 from harness.engines.fences import TWO_RANKS, Fences
-from harness.engines.runs import Device
 
 
 @pytest.mark.parametrize("scenario", TWO_RANKS)
-def test_with_two_ranks_the_fence_keeps_what_is_lost_without_it(
-    models: Callable[[str], Path], device: Device, tmp_path: Path, scenario: str
-) -> None:
+def test_with_two_ranks_the_fence_keeps_what_is_lost_without_it(models, device, tmp_path, scenario):
     """The workers unmap when the engine tells them."""
     fences = Fences(models, device, tmp_path)
     fenced = fences.run(scenario, asynchronous=False, fenced=True, ranks=2)

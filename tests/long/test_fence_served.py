@@ -4,14 +4,11 @@ The engine, its workers and the API server are processes of their own here, and 
 engine steps by itself.
 """
 
-from __future__ import annotations
-
 import operator
 import os
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +16,7 @@ import requests
 
 from harness.engines import plugins
 from harness.engines.fences import BARE, PAGE
-from harness.engines.runs import BLOCK, Device, Run, block_bytes, engine_arguments, prompts
+from harness.engines.runs import BLOCK, Run, block_bytes, engine_arguments, prompts
 from harness.engines.serving import watched
 from harness.serve import Server
 from kvpatch.environ import HOST_DEVICE, HOST_DEVICE_DIR
@@ -58,9 +55,7 @@ Served = Callable[..., list[list[int]]]
 
 
 @pytest.fixture(scope="module")
-def served(
-    models: Callable[[str], Path], device: Device, tmp_path_factory: pytest.TempPathFactory
-) -> Served:
+def served(models, device, tmp_path_factory):
     """The tokens of every prompt: of plain vLLM, or served from the tier."""
     found: dict[tuple[int, bool | None, bool], list[list[int]]] = {}
 
@@ -125,14 +120,12 @@ def store_all(server: Server, ranks: int, environment: dict[str, str]) -> None:
     [(1, False), (1, True), (2, False)],
     ids=["1-sync", "1-async", "2-sync"],
 )
-def test_with_the_fence_the_tier_serves_what_was_computed(
-    served: Served, ranks: int, asynchronous: bool
-) -> None:
+def test_with_the_fence_the_tier_serves_what_was_computed(served, ranks, asynchronous):
     assert served(ranks, True, asynchronous) == served(ranks, None)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_without_the_fence_the_tier_serves_wrong_tokens(served: Served, ranks: int) -> None:
+def test_without_the_fence_the_tier_serves_wrong_tokens(served, ranks):
     plain, bare = served(ranks, None), served(ranks, False)
     wrong = [one != other for one, other in zip(bare, plain, strict=True)]
     assert any(wrong[:COUNT]), "finished while its store was held"

@@ -1,16 +1,12 @@
 """A served engine has its first limit before its first request, and answers the same."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from harness.engines.oracle import PLAIN, Engine
-from harness.engines.runs import Device, Run, engine_arguments, prompts
+from harness.engines.oracle import PLAIN
+from harness.engines.runs import Run, engine_arguments, prompts
 from harness.engines.serving import watched
 from kvpatch import control
 
@@ -30,13 +26,13 @@ PLAINS = {"v1": PLAIN, "v2": replace(PLAIN, runner="v2", rounds=("12", "12"))}  
     [("offloading", ""), ("offloading", "50%"), ("eager", "50%"), ("runner v2", "50%")],
 )
 def test_it_is_limited_from_the_start_and_answers_as_plain_vllm_does(
-    kind: str,
-    text: str,
-    engine: Engine,
-    models: Callable[[str], Path],
-    device: Device,
-    tmp_path: Path,
-) -> None:
+    kind,
+    text,
+    engine,
+    models,
+    device,
+    tmp_path,
+):
     plain = engine(PLAINS[KINDS[kind].runner]).round(0)
     expected = [one["tokens"] for one in plain[:COUNT]]
     name = f"first-{os.getpid()}-{list(KINDS).index(kind)}"
@@ -58,9 +54,7 @@ def test_it_is_limited_from_the_start_and_answers_as_plain_vllm_does(
         assert again == answers == expected
 
 
-def test_less_than_one_request_does_not_start(
-    models: Callable[[str], Path], device: Device, tmp_path: Path
-) -> None:
+def test_less_than_one_request_does_not_start(models, device, tmp_path):
     run = replace(RUN, environment=(*RUN.environment, ("KVPATCH_FIRST_LIMIT", "1%")))
     arguments = engine_arguments(run)
     with (

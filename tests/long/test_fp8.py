@@ -3,16 +3,14 @@
 A sliding window ran here only, and is refused: see KVP310.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from harness.engines.oracle import PLAIN, Engine, assert_same
+from harness.engines.oracle import PLAIN, assert_same
 from harness.engines.runs import Run, model_of
-from harness.engines.tiers import APART, Serve, answers, assert_plain, hits, on
+from harness.engines.tiers import APART, answers, assert_plain, hits, on
 
 pytestmark = pytest.mark.skipif(
     "avx512f" not in Path("/proc/cpuinfo").read_text(),
@@ -33,9 +31,7 @@ ONE_PAGE = {"num_gpu_blocks_override": 32}
         ("scaled", "", False),
     ],
 )
-def test_tokens_and_bytes_are_those_of_plain_vllm(
-    engine: Engine, model: str, dtype: str, contiguous: bool
-) -> None:
+def test_tokens_and_bytes_are_those_of_plain_vllm(engine, model, dtype, contiguous):
     plain = engine(replace(PLAIN, model=model, cache_dtype=dtype))
     forced = ("KVP310",) if model == "sliding" else ()
     ours = engine(
@@ -53,16 +49,14 @@ def test_tokens_and_bytes_are_those_of_plain_vllm(
     assert "KV on elastic memory: yes" in ours.log
 
 
-def test_scales_are_heard_in_the_tokens(engine: Engine) -> None:
+def test_scales_are_heard_in_the_tokens(engine):
     """Otherwise the test below would pass with the blocks of other scales."""
     one, other = (engine(replace(PLAIN, model=name)) for name in ("scaled", "scaled otherwise"))
     tokens = [[record["tokens"] for record in run.round(0)] for run in (one, other)]
     assert tokens[0] != tokens[1]
 
 
-def test_a_disk_is_not_shared_with_a_checkpoint_of_other_scales(
-    serve: Serve, engine: Engine, tmp_path: Path
-) -> None:
+def test_a_disk_is_not_shared_with_a_checkpoint_of_other_scales(serve, engine, tmp_path):
     """In a folder of the same name, with the same weights."""
     disk, folder = tmp_path / "disk", tmp_path / "model"
     found = {}

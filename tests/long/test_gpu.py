@@ -1,17 +1,14 @@
 """What of ``scripts/gpu run`` is known to work before a machine with a GPU is there."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 from harness import ROOT
 from harness.gpu.steps import STEPS
 
 
-def test_the_first_gpu_minutes_run_on_the_host_device(tmp_path: Path) -> None:
+def test_the_first_gpu_minutes_run_on_the_host_device(tmp_path):
     options = ["--host", "--tier-gib", "0.5", "--output", tmp_path]
     done = subprocess.run(
         [sys.executable, ROOT / "scripts/gpu", "run", *options, "--", "--seed=0"],

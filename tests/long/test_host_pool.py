@@ -3,12 +3,10 @@
 A kind is a connector, what is around it or behind it, and a model.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +15,7 @@ from typing import Any
 import pytest
 
 from harness.engines.fixtures import MODEL_PAIRS, MODELS, PAIRS
-from harness.engines.oracle import PLAIN, Engine, assert_same, assert_same_round, cached
+from harness.engines.oracle import PLAIN, assert_same, assert_same_round, cached
 from harness.engines.pools import TWO_RANKS, Pooled, agrees, is_gone, live, name_of, pool_of
 from harness.engines.runs import ALL, Run, block_bytes, python_of
 from harness.engines.tiers import (
@@ -25,7 +23,6 @@ from harness.engines.tiers import (
     PATIENT,
     SAME_HASHES,
     SMALL,
-    Serve,
     answers,
     assert_comes_back,
     assert_plain,
@@ -63,7 +60,7 @@ def of_kind(kind: str, size: int, name: str, disk: Path) -> Run:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def nothing_is_left() -> Iterator[None]:
+def nothing_is_left():
     """What was in memory before the tests is there after them, and no more."""
     yield
     assert ledger.show(ledger.home(NAME), remove=True) is None
@@ -82,9 +79,7 @@ def tokens(records: list[Any]) -> list[Any]:
 
 @MODELS
 @pytest.mark.parametrize("inside", [(), INSIDE], ids=["alone", "inside"])
-def test_prompts_from_a_tier_in_a_pool_give_plain_vllms_tokens(
-    engine: Engine, model: str, inside: tuple[str, ...]
-) -> None:
+def test_prompts_from_a_tier_in_a_pool_give_plain_vllms_tokens(engine, model, inside):
     ours = engine(Run(model=model, inside=inside, environment=POOL))
     assert_same(ours, engine(replace(PLAIN, model=model)))
     assert [record["cached"] for record in ours.round(1)] == [640] * ALL
@@ -93,9 +88,7 @@ def test_prompts_from_a_tier_in_a_pool_give_plain_vllms_tokens(
 
 
 @PAIRS
-def test_so_they_do_from_the_simple_connectors(
-    engine: Engine, mode: str, model: str, contiguous: bool
-) -> None:
+def test_so_they_do_from_the_simple_connectors(engine, mode, model, contiguous):
     run = Run(model=model, simple=mode, contiguous=contiguous)
     ours = engine(replace(run, environment=POOL))
     assert_same(ours, engine(replace(PLAIN, model=model)))
@@ -110,8 +103,8 @@ def test_so_they_do_from_the_simple_connectors(
 
 @MODEL_PAIRS
 def test_prompts_that_a_pool_evicted_come_back_from_disk(
-    serve: Serve, engine: Engine, tmp_path: Path, model: str, contiguous: bool
-) -> None:
+    serve, engine, tmp_path, model, contiguous
+):
     run = in_pool(on(tmp_path, model=model, contiguous=contiguous))
     finished = serve(run, times=2, watch=True, engine=SMALL[model])
     assert_comes_back(finished, engine(replace(PLAIN, model=model)))
@@ -123,9 +116,7 @@ def in_pool(run: Run) -> Run:
 
 
 @pytest.mark.parametrize("of_disk", ["pool", "own"])
-def test_a_tier_in_a_pool_and_one_of_its_own_read_one_disk(
-    serve: Serve, engine: Engine, tmp_path: Path, of_disk: str
-) -> None:
+def test_a_tier_in_a_pool_and_one_of_its_own_read_one_disk(serve, engine, tmp_path, of_disk):
     """A file's identity is not that of the memory it was written from."""
     run = on(tmp_path)
     first, then = (in_pool(run), run) if of_disk == "pool" else (run, in_pool(run))
@@ -136,7 +127,7 @@ def test_a_tier_in_a_pool_and_one_of_its_own_read_one_disk(
 
 
 @pytest.mark.parametrize("mode", ["", "eager", "lazy"])
-def test_a_pool_smaller_than_the_load_evicts_and_stays_right(engine: Engine, mode: str) -> None:
+def test_a_pool_smaller_than_the_load_evicts_and_stays_right(engine, mode):
     name = f"{NAME}small{mode}"
     size = 100 * block_bytes(Run())
     ours = engine(Run(simple=mode, environment=((HOST_POOL.name, f"{size}@{name}"),)))
@@ -157,9 +148,7 @@ def test_a_pool_smaller_than_the_load_evicts_and_stays_right(engine: Engine, mod
 @pytest.mark.parametrize(
     "kind", ["offloading", "sliding", "eagersliding", "lazy", "disk", "inside"]
 )
-def test_memory_is_committed_on_use_and_given_back(
-    start_in_pool: Start, engine: Engine, tmp_path: Path, kind: str
-) -> None:
+def test_memory_is_committed_on_use_and_given_back(start_in_pool, engine, tmp_path, kind):
     run = of_kind(kind, 256 * MIB, kind, tmp_path)
     one = start_in_pool(run)
     plain = engine(replace(PLAIN, model=run.model)).round(0)
@@ -172,9 +161,7 @@ def test_memory_is_committed_on_use_and_given_back(
 
 
 @pytest.mark.parametrize("kind", ["offloading", "eager"])
-def test_the_start_takes_no_more_for_a_larger_tier(
-    start_in_pool: Start, tmp_path: Path, kind: str
-) -> None:
+def test_the_start_takes_no_more_for_a_larger_tier(start_in_pool, tmp_path, kind):
     """Of 8 GiB in a pool that may have as much: what is committed, mapped and registered."""
     size = 8 << 30  # which a machine has free while other tests run
     run = of_kind(kind, size, f"large{kind}", tmp_path)
@@ -190,9 +177,7 @@ def test_the_start_takes_no_more_for_a_larger_tier(
 
 # The modes differ in when they store, and a layout in where a rank's part is read.
 @pytest.mark.parametrize("kind", ["offloading", "eagerapart", "lazy", "disk"])
-def test_every_rank_has_its_part_of_an_extent(
-    start_in_pool: Start, tmp_path: Path, kind: str
-) -> None:
+def test_every_rank_has_its_part_of_an_extent(start_in_pool, tmp_path, kind):
     one = start_in_pool(of_kind(kind, 256 * MIB, f"ranks{kind}", tmp_path), **TWO_RANKS)
     first = one.do("round", "few")
     full = one.do("see")
@@ -214,8 +199,8 @@ def test_every_rank_has_its_part_of_an_extent(
 
 @pytest.mark.parametrize("kind", ["offloading", "eager"])
 def test_an_idle_engine_makes_room_and_a_killed_one_leaves_it(
-    start_in_pool: Start, engine: Engine, tmp_path: Path, kind: str
-) -> None:
+    start_in_pool, engine, tmp_path, kind
+):
     """A pool of 48 MiB, in which tiers of both connectors count alike."""
     size, name = 48 * MIB, f"two{kind}"
     plain = tokens(engine(PLAIN).round(0)[:8])
@@ -279,8 +264,8 @@ def users(tiers: set[tuple[int, int]]) -> set[int]:
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("kind", ["offloading", "eager", "disk"])
 def test_the_memory_of_a_last_engine_that_is_killed_is_there_for_the_next(
-    start_in_pool: Start, tmp_path: Path, kind: str, ranks: int
-) -> None:
+    start_in_pool, tmp_path, kind, ranks
+):
     more = TWO_RANKS if ranks == 2 else {}
     name = f"killed{kind}{ranks}"
     run = of_kind(kind, 48 * MIB, name, tmp_path)
@@ -331,7 +316,7 @@ def shown_of(one: Pooled) -> dict[str, Any]:
     return dict(found)
 
 
-def test_status_and_pool_show_what_an_engine_has(start_in_pool: Start) -> None:
+def test_status_and_pool_show_what_an_engine_has(start_in_pool):
     one = start_in_pool(pool_of(256 * MIB, "shown"))
     first = one.do("round", "few")
     names = ("committed", "resident", "ceiling", "limit", "engines", "evicted", "broken")

@@ -1,19 +1,15 @@
 """``vllm serve`` twice in one host pool: a reset, and kill -9 of one and then of the other."""
 
-from __future__ import annotations
-
 import os
 import signal
-from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
 from harness.engines.pools import STORED, name_of
-from harness.engines.runs import Device, Run, block_bytes, engine_arguments, prompts
+from harness.engines.runs import Run, block_bytes, engine_arguments, prompts
 from harness.engines.serving import eventually, watched
 from harness.serve import Server
 from kvpatch.environ import HOST_POOL
@@ -61,9 +57,7 @@ def committed() -> int:
 
 
 @pytest.fixture(params=["", "eager"], ids=["OffloadingConnector", "SimpleCPUOffloadConnector"])
-def serve(
-    request: pytest.FixtureRequest, models: Callable[[str], Path], device: Device, tmp_path: Path
-) -> Callable[[ExitStack, str], Server]:
+def serve(request, models, device, tmp_path):
     """Start a server in the pool, with one of the connectors."""
     run = Run(environment=((HOST_POOL.name, f"{SIZE}@{NAME}"),), simple=request.param)
 
@@ -79,8 +73,8 @@ def serve(
 
 
 def test_memory_comes_back_and_a_killed_server_takes_nothing_from_another(
-    serve: Callable[[ExitStack, str], Server],
-) -> None:
+    serve,
+):
     def answers(server: Server) -> list[Any]:
         return [server.complete(prompt)["tokens"] for prompt in LOAD]
 

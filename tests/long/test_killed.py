@@ -1,18 +1,15 @@
 """kill -9 while copies are held: nothing hangs, and the next start finds nothing in its way."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 import pytest
 
-from harness.engines.runs import Device, Run, engine_arguments, prompts
+from harness.engines.runs import Run, engine_arguments, prompts
 from harness.engines.serving import watched
 from harness.serve import Server
 from kvpatch.environ import HOST_DEVICE, HOST_DEVICE_DIR
@@ -32,13 +29,13 @@ def process_of(server: Server, role: str) -> psutil.Process:
 
 @pytest.mark.parametrize(("role", "ranks"), [("VLLM::EngineCore", 1), ("VLLM::Worker_TP1", 2)])
 def test_the_next_engine_of_that_name_starts_and_is_right(
-    models: Callable[[str], Path],
-    device: Device,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    role: str,
-    ranks: int,
-) -> None:
+    models,
+    device,
+    tmp_path,
+    monkeypatch,
+    role,
+    ranks,
+):
     name = f"kvpatch-test-killed-{os.getpid()}-{ranks}"
     run = Run(environment=((NAME, name),))
     environment = device.environ(run)

@@ -1,7 +1,5 @@
 """The host device's latent attention, over blocks that lie apart, against the formula."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,7 +36,7 @@ def filled() -> tuple[Any, list[Any]]:
     return cache, rows
 
 
-def test_only_the_tokens_own_places_are_written() -> None:
+def test_only_the_tokens_own_places_are_written():
     cache, rows = filled()
     untouched = layer_of_many()
     for request, row in enumerate(rows):
@@ -49,7 +47,7 @@ def test_only_the_tokens_own_places_are_written() -> None:
     assert torch.equal(cache, untouched)
 
 
-def test_cached_tokens_are_gathered_from_where_each_request_begins() -> None:
+def test_cached_tokens_are_gathered_from_where_each_request_begins():
     cache, rows = filled()
     found = torch.zeros(4 + 2, RANK + ROPE)
     latent_attention.gather(
@@ -62,7 +60,7 @@ def test_cached_tokens_are_gathered_from_where_each_request_begins() -> None:
     assert torch.equal(found, torch.cat([rows[0][3:7], rows[1][1:3]]))
 
 
-def test_a_token_attends_to_its_own_context() -> None:
+def test_a_token_attends_to_its_own_context():
     cache, rows = filled()
     impl = SimpleNamespace(num_heads=HEADS, kv_lora_rank=RANK, scale=0.3)
     q = torch.randn(len(rows), HEADS, RANK + ROPE)

@@ -1,8 +1,5 @@
 """Elastic memory: an engine gives back what it does not use, and a neighbour takes it."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -30,9 +27,7 @@ def job(model: Path, run: Run, blocks: int, load: list[Any], **more: Any) -> dic
 
 
 @pytest.mark.parametrize("offload", [False, True], ids=["alone", "offloading"])
-def test_after_the_load_memory_falls_to_the_reserved_pages(
-    models: Callable[[str], Path], device: Device, tmp_path: Path, offload: bool
-) -> None:
+def test_after_the_load_memory_falls_to_the_reserved_pages(models, device, tmp_path, offload):
     run = Run(offload=offload, environment=FEW_RESERVED)
     ended = run_driver(job(models("llama"), run, 1000, prompts(24)), device.environ(run), tmp_path)
     ended.round(0)
@@ -44,9 +39,7 @@ def test_after_the_load_memory_falls_to_the_reserved_pages(
     assert idle["resident"] == idle["charged"]
 
 
-def test_a_neighbour_takes_what_an_engine_gave_back(
-    models: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_a_neighbour_takes_what_an_engine_gave_back(models, tmp_path):
     """B cannot run while A's cache fills the device; it can as soon as A resets."""
     small = Device(tmp_path, size="168MiB")  # 21 pages
     first = Run(offload=False, environment=(*FEW_RESERVED, ("KVCACHED_GPU_UTILIZATION", "0.8")))
@@ -81,9 +74,7 @@ def test_a_neighbour_takes_what_an_engine_gave_back(
     assert kept["after_reset"]["charged"] <= (RESERVED + ALWAYS) * PAGE
 
 
-def test_engines_that_one_program_starts_together_do_not_share_a_limit(
-    models: Callable[[str], Path], device: Device, tmp_path: Path
-) -> None:
+def test_engines_that_one_program_starts_together_do_not_share_a_limit(models, device, tmp_path):
     """Same process group, same moment: kvcached alone gives both the same name."""
     plain = Run(kvpatch=False, offload=False)
     loads = {"small": (140, prompts(12)), "large": (600, prompts(12, seed=4))}

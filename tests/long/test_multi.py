@@ -1,9 +1,6 @@
 """OffloadingConnector inside vLLM's MultiConnector: right tokens, and the fence holds."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +9,7 @@ import pytest
 
 from harness.engines.fences import BARE, Fences
 from harness.engines.multi import INSIDE, compare_simple_inside
-from harness.engines.oracle import Engine
-from harness.engines.runs import Device, Run
+from harness.engines.runs import Run
 
 
 # Which connector is beside it is by the mode; the layouts are cells of the matrix.
@@ -23,13 +19,13 @@ from harness.engines.runs import Device, Run
     ids=["eager-non-contiguous", "lazy-contiguous"],
 )
 def test_simple_is_right_in_it_too(
-    engine: Engine,
-    models: Callable[[str], Path],
-    device: Device,
-    tmp_path: Path,
-    mode: str,
-    contiguous: bool,
-) -> None:
+    engine,
+    models,
+    device,
+    tmp_path,
+    mode,
+    contiguous,
+):
     run = Run(contiguous=contiguous, simple=mode)
     compare_simple_inside(run, engine, models(run.model), device, tmp_path)
 
@@ -66,13 +62,11 @@ class DiskFences(Fences):
 
 
 @pytest.fixture(scope="module")
-def fences(
-    models: Callable[[str], Path], device: Device, tmp_path_factory: pytest.TempPathFactory
-) -> DiskFences:
+def fences(models, device, tmp_path_factory):
     return DiskFences(models, device, tmp_path_factory.mktemp("fence"))
 
 
-def test_with_the_fence_no_wrong_block_reaches_the_disk(fences: DiskFences, tmp_path: Path) -> None:
+def test_with_the_fence_no_wrong_block_reaches_the_disk(fences, tmp_path):
     verdict, result = fences.on_disk(tmp_path / "fenced", fenced=True)
     assert verdict["right"] >= 40
     assert verdict["wrong"] == 0
@@ -81,6 +75,6 @@ def test_with_the_fence_no_wrong_block_reaches_the_disk(fences: DiskFences, tmp_
     assert result["held_now"] == result["retired_now"] == 0
 
 
-def test_without_the_fence_wrong_blocks_reach_the_disk(fences: DiskFences, tmp_path: Path) -> None:
+def test_without_the_fence_wrong_blocks_reach_the_disk(fences, tmp_path):
     verdict, _ = fences.on_disk(tmp_path / "bare", fenced=False)
     assert verdict["wrong"] > 0

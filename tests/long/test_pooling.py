@@ -1,13 +1,9 @@
 """Pooling models: a state is plain vLLM's when the blocks of its prompt came from the CPU tier."""
 
-from __future__ import annotations
-
 import pytest
 
-from harness.engines.oracle import Engine
 from harness.engines.pooled import assert_comes_back
 from harness.engines.runs import Run
-from harness.engines.tiers import Serve
 
 
 # Every two values of the three meet.
@@ -23,6 +19,6 @@ from harness.engines.tiers import Serve
     ],
 )
 def test_pooled_states_of_restored_prompts_are_plain_vllms(
-    serve: Serve, engine: Engine, simple: str, runner: str, contiguous: bool
-) -> None:
+    serve, engine, simple, runner, contiguous
+):
     assert_comes_back(serve, engine, Run(runner=runner, simple=simple, contiguous=contiguous))

@@ -3,22 +3,19 @@
 Every recipe as it stands but for its sizes; and a served engine for the commands beside it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from harness import ROOT
-from harness.engines.runs import Device, Finished, Run, engine_arguments, prompts, run_driver
+from harness.engines.runs import Finished, Run, engine_arguments, prompts, run_driver
 from harness.engines.serving import eventually, watched
 from harness.serve import Server
 
@@ -68,9 +65,7 @@ def folders(recipe: dict[str, Any]) -> list[Path]:
 
 
 @pytest.mark.parametrize("recipe", recipes())
-def test_a_recipe_serves_a_prompt_from_its_tier(
-    recipe: dict[str, Any], models: Callable[[str], Path], device: Device, tmp_path: Path
-) -> None:
+def test_a_recipe_serves_a_prompt_from_its_tier(recipe, models, device, tmp_path):
     recipe = here(recipe, tmp_path / "disk")
     run = Run(environment=CHECKED)
 
@@ -134,9 +129,7 @@ class Typed:
 
 
 @pytest.fixture(scope="module")
-def served(
-    models: Callable[[str], Path], device: Device, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Typed]:
+def served(models, device, tmp_path_factory):
     """SimpleCPUOffloadConnector, switched on without a JSON document."""
     own = {"VLLM_USE_SIMPLE_KV_OFFLOAD": "1", "KVCACHED_IPC_NAME": f"recipes-{os.getpid()}"}
     run = Run(offload=False, environment=CHECKED)
@@ -148,7 +141,7 @@ def served(
         yield Typed(server, model, environment)
 
 
-def test_the_page_s_check_of_a_served_engine(served: Typed) -> None:
+def test_the_page_s_check_of_a_served_engine(served):
     text = served.ask()
     assert eventually(lambda: served.engine()["tier"]["used_blocks"] > 0)
     stored = served.engine()["tier"]["used_blocks"]
@@ -160,13 +153,13 @@ def test_the_page_s_check_of_a_served_engine(served: Typed) -> None:
     assert "1.00 loaded for each stored" in said
 
 
-def test_the_doctor_leaves_a_running_engine_s_pool_alone(served: Typed) -> None:
+def test_the_doctor_leaves_a_running_engine_s_pool_alone(served):
     pool = Path("/dev/shm") / served.name
     assert pool.exists()
     assert str(pool) not in served.type("kvpatch doctor")
 
 
-def test_a_limit_is_moved_and_seen_at_the_next_request(served: Typed) -> None:
+def test_a_limit_is_moved_and_seen_at_the_next_request(served):
     assert served.name in served.type(command(SHARED, "kvctl list"))
     before = served.engine()["device"]
     # Half of what it has: a limit above what an engine started with is cut to that.
@@ -197,7 +190,7 @@ print("understood", len(lines))
 """
 
 
-def test_vllm_knows_every_option_of_every_documented_command(tmp_path: Path) -> None:
+def test_vllm_knows_every_option_of_every_documented_command(tmp_path):
     """By the parser of ``vllm serve`` itself, in a process with kvpatch off."""
     lines = []
     for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:

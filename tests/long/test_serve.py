@@ -4,24 +4,17 @@ One rank with contiguous tensors has Pythons of its own, as an operator's are on
 are forks, and one rank is in its engine's process, as on a GPU. test_killed.py has two ranks' own.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 
 from harness.engines.oracle import SMALL_TIER, assert_same
-from harness.engines.runs import Device, Finished, Run, engine_arguments, prompts
+from harness.engines.runs import Finished, Run, engine_arguments, prompts
 from harness.engines.serving import watched
 
 COUNT = 12
 
 
 @pytest.fixture(scope="module")
-def served(
-    models: Callable[[str], Path], device: Device, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[Run, int], Finished]:
+def served(models, device, tmp_path_factory):
     """Serve a run with ``ranks`` workers; complete the prompts twice, one at a time."""
     finished: dict[tuple[Run, int], Finished] = {}
 
@@ -48,8 +41,8 @@ def served(
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("contiguous", [True, False], ids=["contiguous", "non-contiguous"])
 def test_served_prompts_come_back_from_the_tier_as_plain_vllm_computes_them(
-    served: Callable[[Run, int], Finished], contiguous: bool, ranks: int
-) -> None:
+    served, contiguous, ranks
+):
     plain = served(Run(kvpatch=False, offload=False), ranks)
     ours = served(Run(contiguous=contiguous), ranks)
     assert_same(ours, plain)
@@ -62,9 +55,7 @@ def test_served_prompts_come_back_from_the_tier_as_plain_vllm_computes_them(
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_served_with_a_small_tier_it_evicts_and_stays_right(
-    served: Callable[[Run, int], Finished], ranks: int
-) -> None:
+def test_served_with_a_small_tier_it_evicts_and_stays_right(served, ranks):
     plain = served(Run(kvpatch=False, offload=False), ranks)
     ours = served(Run(cpu_blocks=SMALL_TIER * ranks, policy="arc"), ranks)
     assert_same(ours, plain)

@@ -1,21 +1,17 @@
 """Blocks of other sizes, against plain vLLM; other settings are cells of the matrix."""
 
-from __future__ import annotations
-
 import pytest
 
-from harness.engines.oracle import PLAIN, Engine
+from harness.engines.oracle import PLAIN
 from harness.engines.runs import Run
-from harness.engines.tiers import APART, Serve, answers, assert_plain, hits
+from harness.engines.tiers import APART, answers, assert_plain, hits
 
 SIZES = {64: 48, 128: 24}  # of blocks, and how many the device has
 
 
 @pytest.mark.parametrize("contiguous", [True, False])
 @pytest.mark.parametrize("size", SIZES)
-def test_what_the_device_lost_comes_back_in_blocks_of_other_sizes(
-    serve: Serve, engine: Engine, size: int, contiguous: bool
-) -> None:
+def test_what_the_device_lost_comes_back_in_blocks_of_other_sizes(serve, engine, size, contiguous):
     changes = {"block_size": size, "num_gpu_blocks_override": SIZES[size]}
     ours = serve(Run(contiguous=contiguous), times=2, watch=True, engine=changes)
     for time, found in enumerate(([0] * APART, [640] * APART)):

@@ -1,17 +1,13 @@
 """SimpleCPUOffloadConnector, eager and lazy, on elastic memory."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from harness.engines.fences import BARE, SIMPLE_TOGETHER, SimpleFences
 from harness.engines.fixtures import MODES, PAIRS
-from harness.engines.oracle import PLAIN, Engine, assert_same_round, cached, same_tokens
-from harness.engines.runs import Device, Run, engine_arguments, load, run_driver
+from harness.engines.oracle import PLAIN, assert_same_round, cached, same_tokens
+from harness.engines.runs import Run, engine_arguments, load, run_driver
 
 ROUNDS = ("exact", "few", "few", "exact", "all", "all")
 # Blocks of the CPU tier: room for "exact" and "few", and not for "all".
@@ -32,9 +28,7 @@ def of(mode: str, model: str, contiguous: bool) -> Run:
 
 
 @PAIRS
-def test_what_comes_back_from_the_cpu_tier_is_right(
-    engine: Engine, mode: str, model: str, contiguous: bool
-) -> None:
+def test_what_comes_back_from_the_cpu_tier_is_right(engine, mode, model, contiguous):
     """First the device has too few blocks for the load, and then the CPU tier too."""
     plain = engine(replace(PLAIN, model=model)).round(0)
     ours = engine(of(mode, model, contiguous))
@@ -64,9 +58,7 @@ MANY = 24
 PRESSED = Run(simple="eager", blocks=400, rounds=("24", "back", "shared", "24", "shared"))
 
 
-def test_lazy_mode_serves_what_eager_mode_serves_and_stores_less(
-    engine: Engine, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_lazy_mode_serves_what_eager_mode_serves_and_stores_less(engine, capsys):
     """The device has room for most of the load, and who was here last comes back first."""
     plain = engine(replace(PLAIN, rounds=("24", "24")))
     eager, lazy = engine(PRESSED), engine(replace(PRESSED, simple="lazy"))
@@ -83,7 +75,7 @@ def test_lazy_mode_serves_what_eager_mode_serves_and_stores_less(
 
 
 @MODES
-def test_a_common_prefix_is_there_after_the_device_lost_it(engine: Engine, mode: str) -> None:
+def test_a_common_prefix_is_there_after_the_device_lost_it(engine, mode):
     ended = engine(replace(PRESSED, simple=mode))
     assert_same_round(ended.round(4), ended.round(2))
     assert min(record["cached"] for record in ended.round(4)) >= 320
@@ -91,8 +83,8 @@ def test_a_common_prefix_is_there_after_the_device_lost_it(engine: Engine, mode:
 
 @pytest.mark.parametrize("native", [True, False])
 def test_without_the_native_pool_a_cpu_block_maps_and_unmaps_pages_of_the_device(
-    models: Callable[[str], Path], device: Device, tmp_path: Path, native: bool
-) -> None:
+    models, device, tmp_path, native
+):
     run = Run(simple="eager", environment=tuple(BARE.items()))
     job = {
         "model": str(models("llama")),
@@ -110,7 +102,7 @@ def test_without_the_native_pool_a_cpu_block_maps_and_unmaps_pages_of_the_device
         assert before < taken > freed
 
 
-def test_a_cpu_pool_on_the_devices_memory_is_refused(engine: Engine) -> None:
+def test_a_cpu_pool_on_the_devices_memory_is_refused(engine):
     refused = engine(Run(simple="eager", revert=("kv_events.switch", "simple_offload.native_pool")))
     assert refused.code != 0
     assert (
@@ -120,7 +112,7 @@ def test_a_cpu_pool_on_the_devices_memory_is_refused(engine: Engine) -> None:
     )
 
 
-def test_without_the_regions_what_is_loaded_by_layer_is_not_right(engine: Engine) -> None:
+def test_without_the_regions_what_is_loaded_by_layer_is_not_right(engine):
     """vLLM looks for all layers behind the first one, whose reservation is large enough for them.
 
     In the contiguous layout they are there, and nothing is seen.
@@ -133,9 +125,7 @@ def test_without_the_regions_what_is_loaded_by_layer_is_not_right(engine: Engine
 
 
 @pytest.fixture(scope="module")
-def fences(
-    models: Callable[[str], Path], device: Device, tmp_path_factory: pytest.TempPathFactory
-) -> SimpleFences:
+def fences(models, device, tmp_path_factory):
     return SimpleFences(models, device, tmp_path_factory.mktemp("fence"))
 
 
@@ -150,9 +140,7 @@ EVERY = [
 
 
 @pytest.mark.parametrize(("scenario", "mode", "asynchronous"), EVERY)
-def test_every_stored_block_is_right_and_nothing_is_left(
-    fences: SimpleFences, scenario: str, mode: str, asynchronous: bool
-) -> None:
+def test_every_stored_block_is_right_and_nothing_is_left(fences, scenario, mode, asynchronous):
     result = fences.run_simple(scenario, mode, asynchronous)
     verdict = result["scenarios"][scenario]
     assert verdict["wrong"] == 0
@@ -171,7 +159,7 @@ def test_every_stored_block_is_right_and_nothing_is_left(
 
 
 @MODES
-def test_with_two_ranks_every_stored_block_is_right(fences: SimpleFences, mode: str) -> None:
+def test_with_two_ranks_every_stored_block_is_right(fences, mode):
     """The workers are processes of their own, and a copy has ended when both have said so."""
     result = fences.run_simple("preempt", mode, ranks=2)
     verdict = result["scenarios"]["preempt"]
@@ -180,16 +168,14 @@ def test_with_two_ranks_every_stored_block_is_right(fences: SimpleFences, mode: 
     assert verdict["wrong"] == verdict["unknown"] == verdict["left"] == 0
 
 
-def test_without_its_references_the_engine_ends(fences: SimpleFences) -> None:
+def test_without_its_references_the_engine_ends(fences):
     """What the connector's references prevent; vLLM notices a block that lost its hash."""
     with pytest.raises(AssertionError, match="assert primary_hash is not None"):
         fences.run_simple("finish_in_flight", "eager", unpinned=True)
 
 
 @pytest.mark.parametrize("patched", [True, False])
-def test_the_engine_shuts_down_while_copies_are_in_flight(
-    models: Callable[[str], Path], device: Device, tmp_path: Path, patched: bool
-) -> None:
+def test_the_engine_shuts_down_while_copies_are_in_flight(models, device, tmp_path, patched):
     run = Run(simple="eager", revert=() if patched else ("simple_offload.shutdown",))
     job = {
         "model": str(models("llama")),

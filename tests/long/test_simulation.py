@@ -1,7 +1,5 @@
 """The simulation of an engine with faults inside, and each of its components broken once."""
 
-from __future__ import annotations
-
 import pytest
 
 from harness.simulate.__main__ import simulate

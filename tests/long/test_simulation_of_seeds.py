@@ -1,7 +1,5 @@
 """A short simulation of an engine with faults inside: every invariant holds, by fixed seeds."""
 
-from __future__ import annotations
-
 import pytest
 
 from harness.simulate.__main__ import simulate

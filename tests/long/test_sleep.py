@@ -4,11 +4,8 @@ On the host device its weights leave as on a GPU (kvpatch/patches/host_device/we
 what is computed while it sleeps is no number.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +14,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from harness.engines import plugins
-from harness.engines.runs import Device, Run, engine_arguments, prompts
+from harness.engines.runs import Run, engine_arguments, prompts
 from harness.engines.serving import Asked, eventually, watched
 
 COUNT = 6
@@ -53,11 +50,11 @@ ONE_OF_EACH = pytest.mark.parametrize("sleeper", ["offloading", "lazy"], indirec
 
 @pytest.fixture(scope="module")
 def sleeper(
-    request: pytest.FixtureRequest,
-    models: Callable[[str], Path],
-    device: Device,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[Sleeper]:
+    request,
+    models,
+    device,
+    tmp_path_factory,
+):
     name = f"sleep-{os.getpid()}-{list(KINDS).index(request.param)}"
     more = {"KVCACHED_IPC_NAME": name, "VLLM_SERVER_DEV_MODE": "1"}
     run = replace(KINDS[request.param], environment=tuple(more.items()))
@@ -72,7 +69,7 @@ def sleeper(
 
 
 @EVERY
-def test_level_1_gives_every_page_back_and_loses_nothing(sleeper: Sleeper) -> None:
+def test_level_1_gives_every_page_back_and_loses_nothing(sleeper):
     sleeper.again()
     for _ in range(2):  # who does not know whether it sleeps asks again
         sleeper.post("/sleep", level=1)
@@ -94,7 +91,7 @@ def test_level_1_gives_every_page_back_and_loses_nothing(sleeper: Sleeper) -> No
 
 
 @ONE_OF_EACH
-def test_it_wakes_up_in_parts(sleeper: Sleeper) -> None:
+def test_it_wakes_up_in_parts(sleeper):
     sleeper.post("/sleep", level=1)
     assert sleeper.post("/wake_up", tags="weights")["status"] == "sleeping"
     assert sleeper.engine.phase == "suspended"
@@ -104,7 +101,7 @@ def test_it_wakes_up_in_parts(sleeper: Sleeper) -> None:
 
 @ONE_OF_EACH
 @pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
-def test_a_request_that_runs_ends_as_the_mode_says(sleeper: Sleeper, mode: str) -> None:
+def test_a_request_that_runs_ends_as_the_mode_says(sleeper, mode):
     prompt = prompts(1, seed=11, max_tokens=LONG)[0]
     whole = sleeper.server.complete(prompt)
     running = sleeper.begin_and_see(prompt)
@@ -121,7 +118,7 @@ def test_a_request_that_runs_ends_as_the_mode_says(sleeper: Sleeper, mode: str) 
 
 
 @ONE_OF_EACH
-def test_a_suspended_engine_sleeps_and_is_suspended_when_it_wakes_up(sleeper: Sleeper) -> None:
+def test_a_suspended_engine_sleeps_and_is_suspended_when_it_wakes_up(sleeper):
     sleeper.engine.suspend(timeout=60)
     sleeper.post("/sleep", level=1)
     sleeper.post("/wake_up")
@@ -131,7 +128,7 @@ def test_a_suspended_engine_sleeps_and_is_suspended_when_it_wakes_up(sleeper: Sl
 
 
 @ONE_OF_EACH
-def test_resumed_while_it_sleeps_it_computes_nothing(sleeper: Sleeper) -> None:
+def test_resumed_while_it_sleeps_it_computes_nothing(sleeper):
     """`kvpatch resume` gives the limit back; vLLM's own pause stays."""
     sleeper.post("/sleep", level=1)
     sleeper.engine.resume()
@@ -143,7 +140,7 @@ def test_resumed_while_it_sleeps_it_computes_nothing(sleeper: Sleeper) -> None:
 
 
 @EVERY
-def test_level_2_forgets_what_other_weights_must_not_find(sleeper: Sleeper) -> None:
+def test_level_2_forgets_what_other_weights_must_not_find(sleeper):
     sleeper.post("/sleep", level=2)
     sleeper.post("/wake_up", tags="weights")
     sleeper.server.rpc("reload_weights")
@@ -155,7 +152,7 @@ def test_level_2_forgets_what_other_weights_must_not_find(sleeper: Sleeper) -> N
 
 
 @EVERY
-def test_released_kv_memory_is_the_devices_again_and_no_cache_is_kept(sleeper: Sleeper) -> None:
+def test_released_kv_memory_is_the_devices_again_and_no_cache_is_kept(sleeper):
     """`/release_kv_cache_memory` drops the CPU tier too, as in vLLM: other weights may follow."""
     sleeper.again()
     sleeper.post("/sleep", level=0)
@@ -177,7 +174,7 @@ def test_released_kv_memory_is_the_devices_again_and_no_cache_is_kept(sleeper: S
 
 
 @ONE_OF_EACH
-def test_a_request_that_a_release_keeps_is_computed_again(sleeper: Sleeper) -> None:
+def test_a_request_that_a_release_keeps_is_computed_again(sleeper):
     prompt = prompts(1, seed=12, max_tokens=LONG)[0]
     whole = sleeper.server.complete(prompt)
     running = sleeper.begin_and_see(prompt)
@@ -190,7 +187,7 @@ def test_a_request_that_a_release_keeps_is_computed_again(sleeper: Sleeper) -> N
 
 
 @pytest.fixture(scope="module")
-def others(models: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def others(models, tmp_path_factory):
     """The same model with other weights."""
     folder = tmp_path_factory.mktemp("others") / "model"
     shutil.copytree(models(BASE.model), folder)
@@ -201,9 +198,7 @@ def others(models: Callable[[str], Path], tmp_path_factory: pytest.TempPathFacto
 
 @pytest.mark.parametrize("when", ["while it sleeps", "when it is awake"])
 @ONE_OF_EACH
-def test_other_weights_find_no_block_that_a_sleep_kept(
-    sleeper: Sleeper, models: Callable[[str], Path], others: Path, when: str
-) -> None:
+def test_other_weights_find_no_block_that_a_sleep_kept(sleeper, models, others, when):
     """vLLM has none of them either, and so nobody asks it for a reset."""
 
     def replace_weights(by: Path) -> list[Any]:

@@ -1,15 +1,10 @@
 """A cut of scripts/soak, which has 20 minutes: everything that frees blocks, in debug mode."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 
 
 @pytest.mark.timeout(900)
-def test_a_cut_of_it_leaves_nothing_wrong_and_nothing_behind(reported: Callable[..., Any]) -> None:
+def test_a_cut_of_it_leaves_nothing_wrong_and_nothing_behind(reported):
     synchronous, asynchronous = reported("harness.soak", "--minutes", "0.67")["runs"]
     assert (synchronous["asynchronous"], asynchronous["asynchronous"]) == (False, True)
     for run in (synchronous, asynchronous):

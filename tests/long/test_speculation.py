@@ -3,17 +3,12 @@
 On one schedule: what is drafted depends on it. The matrix has the other connectors and Runner V2.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
-from pathlib import Path
-
 import pytest
 
 from harness import experts, releases
 from harness.engines.fences import Fences
-from harness.engines.oracle import Engine, assert_same
-from harness.engines.runs import ALL, SPECULATIONS, Device, Run, restored_tokens
+from harness.engines.oracle import assert_same
+from harness.engines.runs import ALL, SPECULATIONS, Run, restored_tokens
 from kvpatch import admitted
 
 # Those that start: with the others the engine is refused until their cells ran.
@@ -39,8 +34,8 @@ def ahead(how: str, asynchronous: bool) -> bool:
     ids=["contiguous-async", "non-contiguous-sync"],
 )
 def test_tokens_bytes_and_accepted_drafts_are_those_of_plain_vllm(
-    engine: Engine, how: str, contiguous: bool, asynchronous: bool
-) -> None:
+    engine, how, contiguous, asynchronous
+):
     model = experts.KIND if how == "mtp" else "llama"
     wanted = {"model": model, "speculation": how, "asynchronous": ahead(how, asynchronous)}
     plain = engine(Run(kvpatch=False, offload=False, **wanted))
@@ -60,9 +55,7 @@ def test_tokens_bytes_and_accepted_drafts_are_those_of_plain_vllm(
 
 
 @pytest.fixture(scope="module")
-def fences(
-    models: Callable[..., Path], device: Device, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Callable[[str], Fences]]:
+def fences(models, device, tmp_path_factory):
     """The fence's scenarios by how drafts are made."""
     made: dict[str, Fences] = {}
 
@@ -79,9 +72,7 @@ def fences(
 # mtp is a layer of the model of experts, whose blocks the scenarios do not have.
 @pytest.mark.parametrize("how", [one for one in STARTS if one != "mtp"])
 @SCENARIOS
-def test_no_rejected_draft_is_stored(
-    fences: Callable[[str], Fences], how: str, scenario: str
-) -> None:
+def test_no_rejected_draft_is_stored(fences, how, scenario):
     # tests/engine/test_fence.py has both ways of scheduling; here each way to draft has one.
     result = fences(how).run(scenario, how == "draft model", fenced=True)
     verdict = result["scenarios"][scenario]

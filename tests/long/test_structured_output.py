@@ -1,14 +1,12 @@
 """Answers that must match a pattern, of prompts that come back from the CPU tier."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
 
 from harness.engines.oracle import PLAIN, same_tokens, widest_gap
 from harness.engines.runs import BLOCK, Run, prompts
-from harness.engines.tiers import SMALL, Serve, hits
+from harness.engines.tiers import SMALL, hits
 
 # Longer than any answer, so that each ends by its number of tokens. Every second prompt has one:
 # a request that waits for its grammar is beside one that waits for its blocks.
@@ -25,9 +23,7 @@ ASKED = [
     [("", True), ("eager", False)],
     ids=["Offloading-async", "Simple-sync"],
 )
-def test_an_answer_of_a_pattern_is_plain_vllms(
-    serve: Serve, connector: str, asynchronous: bool
-) -> None:
+def test_an_answer_of_a_pattern_is_plain_vllms(serve, connector, asynchronous):
     plain = serve(PLAIN, rounds=[ASKED], engine=SMALL["llama"]).round(0)
     free = serve(PLAIN, rounds=[prompts(8, max_tokens=7)], engine=SMALL["llama"]).round(0)
     matched = [number for number, prompt in enumerate(ASKED) if "pattern" in prompt]

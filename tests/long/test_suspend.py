@@ -4,14 +4,12 @@ One engine per connector; what is asserted of it is asked one after the other, a
 begins with what the one before it left.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -79,11 +77,11 @@ CONNECTORS = pytest.mark.parametrize("suspended", ["offloading", "eager", "lazy"
 
 @pytest.fixture(scope="module")
 def suspended(
-    request: pytest.FixtureRequest,
-    models: Callable[[str], Path],
-    device: Device,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[Asked]:
+    request,
+    models,
+    device,
+    tmp_path_factory,
+):
     name = f"suspend-{os.getpid()}-{list(KINDS).index(request.param)}"
     run = named(KINDS[request.param], name)
     folder = tmp_path_factory.mktemp("serve")
@@ -94,7 +92,7 @@ def suspended(
 
 
 @EVERY
-def test_its_pages_are_free_and_it_answers_the_same_afterwards(suspended: Asked) -> None:
+def test_its_pages_are_free_and_it_answers_the_same_afterwards(suspended):
     engine = suspended.engine
     assert engine.said["why_not"] == ""
     plan = engine.plan()
@@ -123,7 +121,7 @@ def test_its_pages_are_free_and_it_answers_the_same_afterwards(suspended: Asked)
 
 
 @EVERY
-def test_a_request_that_runs_is_preempted_and_goes_on(suspended: Asked) -> None:
+def test_a_request_that_runs_is_preempted_and_goes_on(suspended):
     prompt = prompts(1, seed=11, max_tokens=LONG)[0]
     whole = suspended.server.complete(prompt)
     running = suspended.begin_and_see(prompt)
@@ -136,7 +134,7 @@ def test_a_request_that_runs_is_preempted_and_goes_on(suspended: Asked) -> None:
 
 
 @EVERY
-def test_a_request_that_runs_may_finish_first(suspended: Asked) -> None:
+def test_a_request_that_runs_may_finish_first(suspended):
     prompt = prompts(1, seed=12, max_tokens=LONG)[0]
     running = suspended.begin_and_see(prompt)
     suspended.engine.suspend(finish=True, timeout=120)
@@ -145,7 +143,7 @@ def test_a_request_that_runs_may_finish_first(suspended: Asked) -> None:
 
 
 @CONNECTORS
-def test_a_request_that_is_aborted_while_it_waits_ends(suspended: Asked) -> None:
+def test_a_request_that_is_aborted_while_it_waits_ends(suspended):
     suspended.engine.suspend(timeout=60)
     connection = HTTPConnection("127.0.0.1", suspended.server.port)
     body = json.dumps({"prompt": prompts(1)[0]["tokens"]})
@@ -160,7 +158,7 @@ def test_a_request_that_is_aborted_while_it_waits_ends(suspended: Asked) -> None
 
 @CONNECTORS
 @pytest.mark.parametrize("by", ["kvpatch", "kvctl"])
-def test_a_lower_limit_gives_pages_back_and_loses_nothing(suspended: Asked, by: str) -> None:
+def test_a_lower_limit_gives_pages_back_and_loses_nothing(suspended, by):
     from kvcached.cli.utils import update_kv_cache_limit
 
     suspended.again()
@@ -179,7 +177,7 @@ def test_a_lower_limit_gives_pages_back_and_loses_nothing(suspended: Asked, by: 
 
 
 @CONNECTORS
-def test_asked_by_several_at_once_and_again_and_again(suspended: Asked) -> None:
+def test_asked_by_several_at_once_and_again_and_again(suspended):
     asked = [suspended.pool.submit(suspended.engine.suspend, timeout=60) for _ in range(4)]
     assert {one.result(60).phase for one in asked} == {"suspended"}
     for _ in range(3):
@@ -191,8 +189,8 @@ def test_asked_by_several_at_once_and_again_and_again(suspended: Asked) -> None:
 
 @CONNECTORS
 def test_under_load_it_is_suspended_and_resumed_without_a_wrong_token(
-    suspended: Asked,
-) -> None:
+    suspended,
+):
     """A request may be anywhere: computed, generated, loaded, or preempted a moment ago."""
     stop = threading.Event()
 
@@ -230,9 +228,7 @@ def lose_nothing(server: Server, name: str) -> None:
     assert server.metric(RESTORED) <= spilled
 
 
-def test_with_two_ranks_every_rank_has_stored_it(
-    models: Callable[[str], Path], device: Device, tmp_path: Path
-) -> None:
+def test_with_two_ranks_every_rank_has_stored_it(models, device, tmp_path):
     name = f"suspend-ranks-{os.getpid()}"
     run = named(replace(OFFLOADING, simple="lazy"), name)
     with started(run, models(run.model), device, tmp_path, False, ranks=2) as server:
@@ -241,18 +237,14 @@ def test_with_two_ranks_every_rank_has_stored_it(
 
 
 @pytest.mark.parametrize("model", ["sliding", "latent"])
-def test_of_other_models_nothing_is_lost(
-    models: Callable[[str], Path], device: Device, tmp_path: Path, model: str
-) -> None:
+def test_of_other_models_nothing_is_lost(models, device, tmp_path, model):
     name = f"suspend-{model}-{os.getpid()}"
     run = named(replace(OFFLOADING, simple="lazy", model=model), name)
     with started(run, models(model), device, tmp_path) as server:
         lose_nothing(server, name)
 
 
-def test_a_small_tier_says_what_it_does_not_keep(
-    models: Callable[[str], Path], device: Device, tmp_path: Path
-) -> None:
+def test_a_small_tier_says_what_it_does_not_keep(models, device, tmp_path):
     name = f"suspend-small-{os.getpid()}"
     run = named(replace(OFFLOADING, cpu_blocks=60), name)
     with started(run, models(run.model), device, tmp_path) as server:
@@ -269,9 +261,7 @@ def test_a_small_tier_says_what_it_does_not_keep(
         assert [one["tokens"] for one in again] == [one["tokens"] for one in first]
 
 
-def test_its_pages_are_its_neighbours(
-    models: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_its_pages_are_its_neighbours(models, tmp_path_factory):
     """A device with room for one of the two."""
     folder = tmp_path_factory.mktemp("small")
     device = Device(folder, size="112MiB")
@@ -298,22 +288,18 @@ def test_its_pages_are_its_neighbours(
 
 
 @pytest.mark.parametrize("phase", kill_points.PHASES)
-def test_killed_on_its_way_it_leaves_nothing_behind(
-    phase: str, device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_on_its_way_it_leaves_nothing_behind(phase, device, tmp_path, monkeypatch):
     killed_at(phase, device, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("point", kill_points.BACK)
-def test_killed_on_its_way_back_it_leaves_nothing_behind(
-    point: str, device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_on_its_way_back_it_leaves_nothing_behind(point, device, tmp_path, monkeypatch):
     killed_at(point, device, tmp_path, monkeypatch)
 
 
 def test_killed_while_it_loads_after_a_resumption_it_leaves_nothing_behind(
-    device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    device, tmp_path, monkeypatch
+):
     killed_at("load", device, tmp_path, monkeypatch, waits=True)
 
 
@@ -374,9 +360,7 @@ def killed_at(
     assert [one.name for one in control.engines() if one.name == name] == []
 
 
-def test_an_idle_engine_gives_its_pages_back_by_itself(
-    models: Callable[[str], Path], device: Device, tmp_path: Path
-) -> None:
+def test_an_idle_engine_gives_its_pages_back_by_itself(models, device, tmp_path):
     name = f"suspend-idle-{os.getpid()}"
     run = named(OFFLOADING, name, KVPATCH_IDLE="2s")
     with started(run, models(run.model), device, tmp_path) as server:

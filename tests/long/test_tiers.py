@@ -1,11 +1,8 @@
 """The fs tier behind the CPU tier: what comes back from a disk, and what must not."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +13,6 @@ from harness.engines.tiers import (
     APART,
     FAULTS,
     SMALL,
-    Serve,
     answers,
     assert_comes_back,
     assert_plain,
@@ -29,12 +25,12 @@ Engine = Callable[[Run], Finished]
 
 
 @pytest.fixture(scope="module")
-def disk(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def disk(tmp_path_factory):
     return tmp_path_factory.mktemp("disk")
 
 
 @pytest.fixture(scope="module")
-def filled(serve: Serve, disk: Path) -> Finished:
+def filled(serve, disk):
     """The first engine on the disk, contiguous; each prompt twice.
 
     Device and CPU tier hold four and three prompts, so that none of six is left in them.
@@ -45,15 +41,11 @@ def filled(serve: Serve, disk: Path) -> Finished:
     return ended
 
 
-def test_prompts_the_cpu_tier_evicted_come_back_from_disk(
-    filled: Finished, disk: Path, engine: Engine
-) -> None:
+def test_prompts_the_cpu_tier_evicted_come_back_from_disk(filled, disk, engine):
     assert_comes_back(filled, engine(PLAIN))
 
 
-def test_a_fresh_process_is_served_from_the_disk(
-    filled: Finished, serve: Serve, disk: Path, engine: Engine
-) -> None:
+def test_a_fresh_process_is_served_from_the_disk(filled, serve, disk, engine):
     answers(filled)
     restarted = answers(serve(on(disk)))
     assert_plain(restarted, engine(PLAIN))
@@ -71,13 +63,13 @@ def test_a_fresh_process_is_served_from_the_disk(
     ids=["non-contiguous", "plain vLLM", "bfloat16", "two ranks"],
 )
 def test_an_engine_that_means_other_bytes_finds_nothing_on_the_same_disk(
-    filled: Finished,
-    serve: Serve,
-    disk: Path,
-    engine: Engine,
-    other: dict[str, Any],
-    engine_changes: dict[str, Any],
-) -> None:
+    filled,
+    serve,
+    disk,
+    engine,
+    other,
+    engine_changes,
+):
     answers(filled)
     before = {folder.name for folder in disk.iterdir()}
     run = replace(on(disk), **other)
@@ -93,7 +85,7 @@ HANGS = ("hanging", "answering again")  # no other disk is waited for in vain
 
 
 @pytest.fixture(scope="module")
-def faulty(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Any]]:
+def faulty(serve, tmp_path_factory):
     """What was answered after a fault.
 
     Two engines; before each time but the first something happens to their disk.
@@ -117,17 +109,13 @@ def faulty(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Callable[[
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_after_a_fault_of_the_disk_the_tokens_are_right(
-    faulty: Callable[[str], list[Any]], engine: Engine, fault: str
-) -> None:
+def test_after_a_fault_of_the_disk_the_tokens_are_right(faulty, engine, fault):
     records = faulty(fault)
     assert_plain(records, engine(PLAIN))
     assert hits(records) == [FAULTS[fault][2]] * APART
 
 
-def test_many_prompts_at_once_on_a_cpu_tier_smaller_than_they_are(
-    engine: Engine, tmp_path: Path
-) -> None:
+def test_many_prompts_at_once_on_a_cpu_tier_smaller_than_they_are(engine, tmp_path):
     ours = engine(replace(on(tmp_path), tiers=(str(tmp_path / "a"), str(tmp_path / "b"))))
     for index in range(2):
         assert same_tokens(ours.round(index), engine(PLAIN).round(index)) == ALL
@@ -135,9 +123,7 @@ def test_many_prompts_at_once_on_a_cpu_tier_smaller_than_they_are(
     assert sum(hits(ours.round(1))) > 0
 
 
-def test_a_tier_with_a_size_keeps_what_was_used_last(
-    filled: Finished, serve: Serve, tmp_path: Path, engine: Engine
-) -> None:
+def test_a_tier_with_a_size_keeps_what_was_used_last(filled, serve, tmp_path, engine):
     """Of six prompts room for two and a half: each time the oldest of them is gone again."""
     answers(filled)
     written = filled.result["written"]

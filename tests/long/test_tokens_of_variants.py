@@ -1,23 +1,19 @@
 """The oracle of tests/engine/test_tokens.py for the other cache policy and another dtype."""
 
-from __future__ import annotations
-
 from harness.engines.fixtures import LAYOUTS
-from harness.engines.oracle import PLAIN, SMALL_TIER, Engine, assert_same, same_tokens, widest_gap
+from harness.engines.oracle import PLAIN, SMALL_TIER, assert_same, same_tokens, widest_gap
 from harness.engines.runs import ALL, Run
 
 
 @LAYOUTS
-def test_with_arc_a_cpu_tier_smaller_than_the_load_stays_right(
-    engine: Engine, contiguous: bool
-) -> None:
+def test_with_arc_a_cpu_tier_smaller_than_the_load_stays_right(engine, contiguous):
     ours = engine(Run(contiguous=contiguous, cpu_blocks=SMALL_TIER, policy="arc"))
     assert_same(ours, engine(PLAIN))
     assert ours.result["evicted"] > 0
     assert ours.result["changed"] == []
 
 
-def test_in_bfloat16_elastic_memory_gives_the_tokens_of_static_memory(engine: Engine) -> None:
+def test_in_bfloat16_elastic_memory_gives_the_tokens_of_static_memory(engine):
     """Compared with offloading from static memory, one request at a time: in bfloat16 what
     is computed together, as after a hit, changes the last digits."""
     static = engine(Run(kvpatch=False, dtype="bfloat16", together=1))

@@ -1,7 +1,5 @@
 """Triton on the host device's Runner V2."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -10,7 +8,7 @@ import pytest
 
 
 @pytest.mark.parametrize("asked", [True, False])
-def test_triton_has_a_cpu_backend_only_where_the_interpreter_is_asked_for(asked: bool) -> None:
+def test_triton_has_a_cpu_backend_only_where_the_interpreter_is_asked_for(asked):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     if asked:
         environment["TRITON_INTERPRET"] = "1"

@@ -4,13 +4,11 @@ In kvcached's contiguous layout vLLM puts the layers of a group into ``UniformTy
 the other one a block of the smaller pages has twice the tokens.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
 
-from harness.engines.oracle import PLAIN, Engine, assert_same
+from harness.engines.oracle import PLAIN, assert_same
 from harness.engines.runs import Run
 
 MODEL = "two sizes"
@@ -22,9 +20,7 @@ MODEL = "two sizes"
     [(True, "v1"), (False, "v1"), (False, "v2")],
     ids=["contiguous-v1", "non-contiguous-v1", "non-contiguous-v2"],
 )
-def test_tokens_and_bytes_are_those_of_plain_vllm(
-    engine: Engine, contiguous: bool, runner: str
-) -> None:
+def test_tokens_and_bytes_are_those_of_plain_vllm(engine, contiguous, runner):
     plain = engine(replace(PLAIN, model=MODEL, runner=runner))
     ours = engine(Run(model=MODEL, runner=runner, contiguous=contiguous, asynchronous=True))
     assert_same(ours, plain)

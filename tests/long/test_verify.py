@@ -3,30 +3,24 @@
 It is refused, verified, and starts; a byte that is wrong is found; another flag asks again.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from harness.engines import plugins
 from harness.engines.operator import FLAGS, Machine, environment_of
-from harness.engines.runs import Device
 
 
 @pytest.fixture(scope="module")
-def machine(
-    models: Callable[[str], Path], device: Device, tmp_path_factory: pytest.TempPathFactory
-) -> Machine:
+def machine(models, device, tmp_path_factory):
     environment = environment_of(device, tmp_path_factory.mktemp("home"))
     return Machine(models("llama"), environment, tmp_path_factory.mktemp("verify"), FLAGS)
 
 
-def test_a_combination_is_refused_verified_and_starts(machine: Machine) -> None:
+def test_a_combination_is_refused_verified_and_starts(machine):
     refused = machine.configure()
     assert "[KVP324]" in refused
     assert "kvpatch verify -- COMMAND" in refused
@@ -47,9 +41,7 @@ def test_a_combination_is_refused_verified_and_starts(machine: Machine) -> None:
     assert "it lifts KVP324" in shown
 
 
-def test_a_wrong_byte_is_found_and_lifts_nothing(
-    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_byte_is_found_and_lifts_nothing(machine, tmp_path, monkeypatch):
     folder = plugins.install(tmp_path, "flip_loaded_bits")
     path = os.pathsep.join([folder, machine.environment["PYTHONPATH"]])
     with monkeypatch.context() as changed:

@@ -3,8 +3,6 @@
 Each oracle is made to fail once.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

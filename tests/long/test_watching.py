@@ -4,8 +4,6 @@ One ``vllm serve`` with two API servers, each of which gets a part of the engine
 stats: what they show together must be what the load counted itself.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -15,7 +13,6 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +22,7 @@ import pytest
 import requests
 
 from harness import ROOT
-from harness.engines.runs import ROOM, Device, Run, block_bytes, engine_arguments, prompts
+from harness.engines.runs import ROOM, Run, block_bytes, engine_arguments, prompts
 from harness.engines.serving import eventually, watched
 from harness.serve import Server
 from kvpatch.telemetry import reader
@@ -82,9 +79,7 @@ class Served:
 
 
 @pytest.fixture(scope="module")
-def served(
-    models: Callable[[str], Path], device: Device, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Served]:
+def served(models, device, tmp_path_factory):
     # A small prefix cache, so that an idle engine has given pages back.
     own = {"KVCACHED_MAX_CACHED_TOKENS": "640", "KVCACHED_IPC_NAME": f"watching-{os.getpid()}"}
     run = Run(environment=tuple(own.items()))
@@ -100,7 +95,7 @@ def served(
         yield Served(server, environment, counted)
 
 
-def test_metrics_are_what_the_load_counted(served: Served) -> None:
+def test_metrics_are_what_the_load_counted(served):
     size = block_bytes(Run())
     stored, loaded = (served.counted[name] * size for name in ("stored", "loaded"))
     assert loaded == COUNT * 640 // 32 * size
@@ -121,13 +116,13 @@ def test_metrics_are_what_the_load_counted(served: Served) -> None:
     assert sums("offload_operations_total") == transfers | {"dropped": 0, "skipped": 0}
 
 
-def test_both_api_servers_have_a_part_in_the_sums(served: Served) -> None:
+def test_both_api_servers_have_a_part_in_the_sums(served):
     """Otherwise the test above would not show that the parts add up."""
     log = served.server.log
     assert len(set(re.findall(r"\(ApiServer_(\d) pid=\d+\).*/v1/completions", log))) == 2
 
 
-def test_gauges_of_an_idle_engine(served: Served) -> None:
+def test_gauges_of_an_idle_engine(served):
     assert eventually(lambda: served.metrics()[("fence_held_bytes",)] == 0)
     metrics = served.metrics()
     page = served.engine()["engine"]["device"]["page_bytes"]
@@ -141,13 +136,13 @@ def test_gauges_of_an_idle_engine(served: Served) -> None:
     assert metrics[("fence_released_pages_total",)] > 0
 
 
-def test_the_info_gauge_says_what_runs(served: Served) -> None:
+def test_the_info_gauge_says_what_runs(served):
     (info,) = [key for key in served.metrics() if key[0] == "info"]
     assert {"OffloadingConnector", "contiguous", "0.1.6"} <= set(info)
     assert ("feature", "fence", "applied") in served.metrics()
 
 
-def test_status_says_the_same(served: Served) -> None:
+def test_status_says_the_same(served):
     def released() -> tuple[float, float]:
         shown = served.engine()["engine"]["fence"]["released"]
         return shown, served.metrics()[("fence_released_pages_total",)]
@@ -178,7 +173,7 @@ def test_status_says_the_same(served: Served) -> None:
     assert engine["requests"] == {"running": 0, "waiting": 0}
 
 
-def test_every_process_has_a_page(served: Served) -> None:
+def test_every_process_has_a_page(served):
     processes = json.loads(served.status("--json").stdout)["processes"]
     roles = sorted("+".join(process["roles"]) for process in processes)
     assert {process["state"] for process in processes} == {"runs"}
@@ -188,7 +183,7 @@ def test_every_process_has_a_page(served: Served) -> None:
     assert worker["elastic"] is True
 
 
-def test_status_in_text(served: Served) -> None:
+def test_status_in_text(served):
     done = served.status()
     assert done.returncode == 0, done.stdout
     head, line, *_ = done.stdout.splitlines()  # and the device
@@ -205,7 +200,7 @@ def test_status_in_text(served: Served) -> None:
     assert f"pid {pid}  engine-core  kvpatch" in served.status("--pid", str(pid)).stdout
 
 
-def test_status_of_an_engine_at_work(served: Served) -> None:
+def test_status_of_an_engine_at_work(served):
     """It answers while a step is under way, and shows the request that runs."""
     body = {"prompt": [5] * 40, "max_tokens": 2000, "ignore_eos": True, "temperature": 0}
     ended = threading.Event()
@@ -225,7 +220,7 @@ def test_status_of_an_engine_at_work(served: Served) -> None:
     assert eventually(lambda: served.engine()["engine"]["requests"]["running"] == 0)
 
 
-def test_the_page_is_private(served: Served) -> None:
+def test_the_page_is_private(served):
     folder = Path(served.environment["KVPATCH_STATUS_DIR"]) / f"kvpatch-status-{os.getuid()}"
     assert folder.stat().st_mode & 0o777 == 0o700
     assert {path.stat().st_mode & 0o777 for path in folder.glob("*.page")} == {0o600}
@@ -242,7 +237,7 @@ def queries() -> list[str]:
     ]
 
 
-def test_every_series_of_the_dashboard_is_there(served: Served) -> None:
+def test_every_series_of_the_dashboard_is_there(served):
     text = requests.get(f"{served.server.url}/metrics", timeout=120).text
     there = set(re.findall(r"^([\w:]+)[{ ]", text, re.MULTILINE))
     asked = set(re.findall(r"vllm:\w+", " ".join(queries())))
@@ -251,9 +246,7 @@ def test_every_series_of_the_dashboard_is_there(served: Served) -> None:
 
 
 @pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus is not installed")
-def test_a_real_prometheus_reads_it_and_answers_the_dashboard(
-    served: Served, tmp_path: Path
-) -> None:
+def test_a_real_prometheus_reads_it_and_answers_the_dashboard(served, tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -298,7 +291,7 @@ def test_a_real_prometheus_reads_it_and_answers_the_dashboard(
 # These end the server or stop it; they stay last.
 
 
-def test_an_engine_that_hangs(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_hangs(served, monkeypatch):
     """Its worker is stopped in the middle of a request, and the step never ends."""
     processes = json.loads(served.status("--json").stdout)["processes"]
     (worker,) = [process["pid"] for process in processes if process["roles"] == ["worker"]]
@@ -318,7 +311,7 @@ def test_an_engine_that_hangs(served: Served, monkeypatch: pytest.MonkeyPatch) -
     assert eventually(lambda: reader.one(engine).state is reader.State.RUNS)
 
 
-def test_an_engine_that_is_stopped(served: Served) -> None:
+def test_an_engine_that_is_stopped(served):
     pid = served.engine()["pid"]
     os.kill(pid, signal.SIGSTOP)
     try:
@@ -330,7 +323,7 @@ def test_an_engine_that_is_stopped(served: Served) -> None:
     assert eventually(lambda: served.status("--pid", str(pid)).returncode == 0)
 
 
-def test_an_engine_that_was_killed(served: Served) -> None:
+def test_an_engine_that_was_killed(served):
     """With its API servers, as when a container ends: they would clear up after it."""
     pid = served.engine()["pid"]
     os.killpg(served.server.process.pid, signal.SIGKILL)
@@ -341,7 +334,7 @@ def test_an_engine_that_was_killed(served: Served) -> None:
     assert served.status().returncode == 1
 
 
-def test_what_the_killed_engine_left_behind_is_named_and_stays(served: Served) -> None:
+def test_what_the_killed_engine_left_behind_is_named_and_stays(served):
     """Its name is the operator's."""
     name = served.environment["KVCACHED_IPC_NAME"]
     left = [Path("/dev/shm") / name, *Path("/tmp").glob(f"kvcached-tp-{name}-*")]
@@ -358,9 +351,7 @@ def test_what_the_killed_engine_left_behind_is_named_and_stays(served: Served) -
             page.unlink()
 
 
-def test_a_server_that_is_asked_to_stop_has_not_crashed(
-    models: Callable[[str], Path], device: Device, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_a_server_that_is_asked_to_stop_has_not_crashed(models, device, tmp_path_factory):
     """vLLM kills its engines when it stops, and their pages stay."""
     run = Run(environment=(("KVCACHED_IPC_NAME", f"asked-{os.getpid()}"),))
     environment = device.environ(run)
@@ -388,8 +379,8 @@ def test_a_server_that_is_asked_to_stop_has_not_crashed(
 
 
 def test_a_server_whose_engine_was_killed_has_not_ended_as_one_that_was_asked_to(
-    models: Callable[[str], Path], device: Device, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+    models, device, tmp_path_factory
+):
     """As by the OOM killer: the server notices, and ends in order."""
     run = Run(environment=(("KVCACHED_IPC_NAME", f"lost-{os.getpid()}"),))
     environment = device.environ(run)

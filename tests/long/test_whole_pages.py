@@ -1,13 +1,8 @@
 """Engines whose KV cache does not fill kvcached's pages: refused, or with shorter requests."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 
-from harness.engines.runs import BLOCK, Device, Finished, Run, engine_arguments, prompts, run_driver
+from harness.engines.runs import BLOCK, Finished, Run, engine_arguments, prompts, run_driver
 
 PAGE = 32  # blocks of a page with one rank; each rank has half the heads of a block
 ANSWER = 8
@@ -19,9 +14,7 @@ SMALL = {
 
 
 @pytest.fixture
-def start(
-    models: Callable[[str], Path], device: Device, tmp_path: Path
-) -> Callable[[Run, int, int], Finished]:
+def start(models, device, tmp_path):
     """Start an engine with a ``max_model_len``, and let it answer a request of so many tokens."""
 
     def start(run: Run, longest: int, length: int) -> Finished:
@@ -36,9 +29,7 @@ def start(
 
 
 @pytest.mark.parametrize("kind", SMALL)
-def test_less_than_a_page_does_not_start(
-    kind: str, start: Callable[[Run, int, int], Finished]
-) -> None:
+def test_less_than_a_page_does_not_start(kind, start):
     ended = start(SMALL[kind], 512, 100)
     assert ended.code != 0
     assert "of which kvcached's whole pages hold none" in ended.log
@@ -46,8 +37,8 @@ def test_less_than_a_page_does_not_start(
 
 
 def test_the_longest_request_of_a_length_that_vllm_chose_is_answered(
-    start: Callable[[Run, int, int], Finished],
-) -> None:
+    start,
+):
     longest = (4 * PAGE - 1) * BLOCK
     ended = start(Run(blocks=4 * PAGE + 12), -1, longest)
     (answer,) = ended.round(0)

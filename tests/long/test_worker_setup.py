@@ -1,7 +1,5 @@
 """What stops an engine while it sets kvcached up: the worker's failure, and a taken name."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import uuid

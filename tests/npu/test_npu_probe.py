@@ -1,11 +1,8 @@
 """The whole probe, with torch_npu, on the emulated NPU."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,9 +12,7 @@ from kvpatch.environ import HOST_DEVICE, HOST_DEVICE_DIR
 
 
 @pytest.fixture(scope="module", params=ascend.RELEASES)
-def found(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Any]:
+def found(request, tmp_path_factory):
     """The verdict that the command wrote, and its exit status."""
     folder: Path = tmp_path_factory.mktemp("probe")
     device = {HOST_DEVICE.name: "1GiB", HOST_DEVICE_DIR.name: str(folder)}
@@ -34,11 +29,11 @@ def found(
     return {**json.loads(path.read_text()), "status": done.returncode}
 
 
-def test_every_question_is_answered_right(found: dict[str, Any]) -> None:
+def test_every_question_is_answered_right(found):
     judged = {one: said for one, said in found["answers"].items() if one not in asking.TOLD_ONLY}
     assert {one: said["words"] for one, said in judged.items() if not said["right"]} == {}
     assert (found["verdict"], found["status"]) == ("right", 0)
 
 
-def test_its_verdict_says_that_the_device_is_emulated(found: dict[str, Any]) -> None:
+def test_its_verdict_says_that_the_device_is_emulated(found):
     assert found["machine"]["emulated"] is True

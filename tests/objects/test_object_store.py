@@ -1,23 +1,17 @@
 """The secondary tier ``obj`` against a server that speaks S3, over NIXL, on real engines."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from harness.engines import bucket as buckets
-from harness.engines.bucket import Bucket
-from harness.engines.oracle import PLAIN, Engine
+from harness.engines.oracle import PLAIN
 from harness.engines.runs import Run
 from harness.engines.tiers import (
     APART,
     FEW,
     SAME_HASHES,
     SMALL,
-    Serve,
     answers,
     assert_comes_back,
     assert_plain,
@@ -28,13 +22,13 @@ SUFFIX = ".seal"
 
 
 @pytest.fixture
-def bucket(tmp_path: Path) -> Iterator[Bucket]:
+def bucket(tmp_path):
     with buckets.bucket(tmp_path / "server") as one:
         yield one
 
 
 @pytest.fixture
-def on() -> Callable[..., Run]:
+def on():
     def on(*places: str, **more: object) -> Run:
         path = ("PYTHONPATH", str(buckets.installed("nixl")))
         environment = (SAME_HASHES, path, ("NIXL_LOG_LEVEL", "WARN"))
@@ -46,21 +40,19 @@ def on() -> Callable[..., Run]:
 @pytest.mark.parametrize("contiguous", [True, False], ids=["contiguous", "non-contiguous"])
 @pytest.mark.parametrize("model", ["llama", "sliding"])
 def test_prompts_that_device_and_host_lost_come_back_from_a_bucket(
-    serve: Serve,
-    engine: Engine,
-    bucket: Bucket,
-    on: Callable[..., Run],
-    model: str,
-    contiguous: bool,
-) -> None:
+    serve,
+    engine,
+    bucket,
+    on,
+    model,
+    contiguous,
+):
     run = on(bucket.url, model=model, contiguous=contiguous)
     finished = serve(run, times=2, watch=True, engine=SMALL[model])
     assert_comes_back(finished, engine(replace(PLAIN, model=model)))
 
 
-def test_another_engine_is_served_and_one_of_another_layout_is_not(
-    serve: Serve, engine: Engine, bucket: Bucket, on: Callable[..., Run]
-) -> None:
+def test_another_engine_is_served_and_one_of_another_layout_is_not(serve, engine, bucket, on):
     serve(on(bucket.url))
     records = answers(serve(on(bucket.url)))
     assert_plain(records, engine(PLAIN))
@@ -71,9 +63,7 @@ def test_another_engine_is_served_and_one_of_another_layout_is_not(
 
 
 @pytest.mark.parametrize("kind", [".bin", SUFFIX])
-def test_objects_that_are_not_what_was_stored_are_computed_again(
-    serve: Serve, engine: Engine, bucket: Bucket, on: Callable[..., Run], kind: str
-) -> None:
+def test_objects_that_are_not_what_was_stored_are_computed_again(serve, engine, bucket, on, kind):
     serve(on(bucket.url))
     for name in bucket.names():
         if name.endswith(kind):
@@ -84,9 +74,7 @@ def test_objects_that_are_not_what_was_stored_are_computed_again(
     assert hits(records) == [0] * APART
 
 
-def test_a_bucket_that_is_gone_is_a_miss(
-    serve: Serve, engine: Engine, bucket: Bucket, on: Callable[..., Run], tmp_path: Path
-) -> None:
+def test_a_bucket_that_is_gone_is_a_miss(serve, engine, bucket, on, tmp_path):
     """A folder before it in the cascade goes on."""
     run = on(str(tmp_path / "folder"), bucket.url)
     serve(run)

@@ -3,13 +3,10 @@
 When this fails, vLLM no longer writes where it must not, and the tier can be looked at again.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -38,7 +35,7 @@ class Peer:
 
 
 @pytest.fixture
-def peer() -> Iterator[Callable[..., Peer]]:
+def peer():
     environment = dict(
         os.environ,
         KVPATCH="0",
@@ -63,7 +60,7 @@ def peer() -> Iterator[Callable[..., Peer]]:
         yield start
 
 
-def test_a_peer_that_stalls_writes_into_memory_that_has_other_blocks_by_then(peer) -> None:
+def test_a_peer_that_stalls_writes_into_memory_that_has_other_blocks_by_then(peer):
     port = str(free_port())
     holder = peer("holder", port)
     assert holder.told() == "stored"

@@ -1,11 +1,8 @@
 """Real vLLM, started as an operator starts it, in ways that must not start."""
 
-from __future__ import annotations
-
 import os
 import re
 import venv
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +12,7 @@ PACKAGES = Path(pytest.__file__).parents[1]
 
 
 @pytest.fixture
-def shadow(tmp_path: Path) -> Callable[..., dict[str, str]]:
+def shadow(tmp_path):
     """Make distributions look installed in other versions; return the environment for it."""
 
     def shadow(version: str, *names: str) -> dict[str, str]:
@@ -33,7 +30,7 @@ def shadow(tmp_path: Path) -> Callable[..., dict[str, str]]:
 
 
 @pytest.fixture
-def without(tmp_path: Path) -> Callable[..., Path]:
+def without(tmp_path):
     """Make an environment with everything of this one but some packages."""
 
     def without(*packages: str) -> Path:

@@ -1,7 +1,5 @@
 """What the engine is asked to do: refused by the process the operator started."""
 
-from __future__ import annotations
-
 import json
 
 from harness.engines.refused import REFUSES

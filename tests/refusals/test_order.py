@@ -1,7 +1,5 @@
 """kvcached's patches lie under ours on real vLLM, whichever hook came first."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """What the environment says: the switch, kvcached's switches, the host device."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

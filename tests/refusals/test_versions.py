@@ -1,7 +1,5 @@
 """What is installed: missing, too old, too new, not a release."""
 
-from __future__ import annotations
-
 from importlib import metadata
 
 import pytest

@@ -1,7 +1,5 @@
 """``kvpatch doctor -- vllm serve``: what a start would say, without one."""
 
-from __future__ import annotations
-
 import json
 import sys
 

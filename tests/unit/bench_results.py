@@ -1,7 +1,5 @@
 """Results as a run of scripts/bench writes them, made up, for tests of what is made of them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

@@ -1,11 +1,8 @@
 """A world of fakes: a tiny vllm and kvcached, found before any real ones."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +56,7 @@ patches.FEATURES = (
 
 
 @pytest.fixture(autouse=True)
-def shared_memory() -> Iterator[None]:
+def shared_memory():
     """Let no test see the claims, sockets and ledgers of this user's engines, or leave its own."""
     # A context of its own, or what tests patch would be undone after their own fixtures.
     with (
@@ -89,7 +86,7 @@ def distribution(folder: Path, name: str, version: str) -> None:
 
 
 @pytest.fixture
-def fakes(tmp_path: Path) -> Path:
+def fakes(tmp_path):
     """A folder with a fake vllm and kvcached of supported versions."""
     folder = tmp_path / "fakes"
     write(
@@ -111,7 +108,7 @@ def fakes(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def python(run: Callable[..., Any], fakes: Path, tmp_path: Path) -> Callable[..., Any]:
+def python(run, fakes, tmp_path):
     """Run code in an interpreter that sees the fakes, kvpatch's sources and its needs.
 
     ``-S`` keeps every installed startup file out; code that wants ours calls the stub.
@@ -132,9 +129,7 @@ def python(run: Callable[..., Any], fakes: Path, tmp_path: Path) -> Callable[...
 
 
 @pytest.fixture
-def warned(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[pytest.LogCaptureFixture]:
+def warned(caplog, monkeypatch):
     """What kvpatch logs, once: vLLM's loggers do not propagate, and it may not be imported."""
     monkeypatch.setattr(log, "propagate", False)
     log.addHandler(caplog.handler)
@@ -143,7 +138,7 @@ def warned(
 
 
 @pytest.fixture(scope="session")
-def apart() -> Callable[..., list[str]]:
+def apart():
     """Return the start of a command that runs in namespaces of its own, by ``unshare``'s names."""
 
     def apart(*names: str) -> list[str]:

@@ -1,7 +1,5 @@
 """Doubles that several tests use."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NoReturn

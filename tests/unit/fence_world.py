@@ -7,8 +7,6 @@ or when the fence lets it go. Whatever a copy reads that is not the block it was
 planned for is a loss.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -97,7 +95,7 @@ class Step:
 class Worker:
     """One rank: its memory, the steps it was given, the copies it runs."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: "World") -> None:
         self.world = world
         self.memory: list[Any] = [BLANK] * (PAGES * PAGE)
         self.queue: list[Step] = []

@@ -1,7 +1,5 @@
 """Processes that take part in a pool and are killed before or after any of their system calls."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import signal

@@ -5,8 +5,6 @@ earlier steps; a batch that is under way writes its blocks; pages go back when t
 free and the fence lets them.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -377,7 +375,7 @@ class World:
 
 
 @pytest.fixture
-def worlds(monkeypatch: pytest.MonkeyPatch) -> Any:
+def worlds(monkeypatch):
     """Make worlds, whose kvcached is their own."""
 
     def write(manager: Manager, size: int) -> None:

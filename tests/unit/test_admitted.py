@@ -1,9 +1,6 @@
 """What starts only where an engine ran with it: the table, by the runs, and who asks for it."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
@@ -24,7 +21,7 @@ NAME = "V1, contiguous, Offloading, full attention"
 
 
 @pytest.fixture
-def ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+def ran(monkeypatch):
     """Say which cells of two releases have an engine run, and whether it was right."""
     releases = dict.fromkeys(("0.32.0", "0.33.0"), supported.VALIDATED)
     monkeypatch.setattr(supported, "RELEASES", releases)
@@ -40,7 +37,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
 
 
 @pytest.fixture
-def table(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def table(monkeypatch):
     def table(**features: dict[str, list[str]]) -> None:
         monkeypatch.setattr(admitted, "table", lambda: features)
 
@@ -281,7 +278,7 @@ def test_the_table_is_the_one_that_is_written():
 
 
 @pytest.fixture
-def plain_engines(monkeypatch: pytest.MonkeyPatch) -> dict[plain.Combination, str]:
+def plain_engines(monkeypatch):
     """Logs of engines of plain vLLM, by combination; the others come to their end."""
     logs: dict[plain.Combination, str] = {}
 

@@ -1,7 +1,5 @@
 """A worker's set-up that fails, and what is asked of kvcached when an allocation fails."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from contextlib import suppress

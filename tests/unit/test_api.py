@@ -1,7 +1,5 @@
 """What a program may import from kvpatch."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What starts on an NPU, and what the rows of the feature do without one."""
 
-from __future__ import annotations
-
 import enum
 import pickle
 import sys
@@ -413,7 +411,7 @@ class Runner:
 class Cache(tuple):
     """A tensor of K and V, with the view of its blocks."""
 
-    def __new__(cls, *halves: Any) -> Cache:
+    def __new__(cls, *halves: Any) -> "Cache":
         made = super().__new__(cls, halves)
         made[0]._kvcached_block_copy_view = "the view"
         return made
@@ -482,7 +480,7 @@ class Scheduler:
 
 
 @pytest.fixture
-def vllm(monkeypatch: pytest.MonkeyPatch) -> Any:
+def vllm(monkeypatch):
     """vLLM's scheduler with two rows of ours on it, of which one has a third above it."""
     monkeypatch.setattr(record, "say", lambda: None)
     names = SCHEDULER.split(".")

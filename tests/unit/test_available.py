@@ -1,7 +1,5 @@
 """Pages are counted when they change, and their blocks known in between."""
 
-from __future__ import annotations
-
 import sys
 from contextlib import nullcontext
 from types import ModuleType
@@ -42,7 +40,7 @@ class Manager:
 
 
 @pytest.fixture
-def manager(monkeypatch: pytest.MonkeyPatch) -> Manager:
+def manager(monkeypatch):
     package: Any = ModuleType("kvcached")
     module: Any = ModuleType("kvcached.kv_cache_manager")
     package.kv_cache_manager = module
@@ -55,7 +53,7 @@ def manager(monkeypatch: pytest.MonkeyPatch) -> Manager:
 
 
 @pytest.fixture
-def size(manager: Manager) -> Any:
+def size(manager):
     replaced = available.remembered(Manager.count)
     return lambda: replaced(manager)
 

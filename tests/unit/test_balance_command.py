@@ -1,7 +1,5 @@
 """``kvpatch balance`` as a command, its settings, and sockets of engines that answer it."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -12,7 +10,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,7 +38,7 @@ sys.exit(cli.main(["balance", *sys.argv[2:]]))
 
 
 @pytest.fixture(autouse=True)
-def base(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def base(monkeypatch):
     """A /dev/shm of its own, whose path is short enough for a socket."""
     folder = Path(tempfile.mkdtemp(dir="/tmp"))
     monkeypatch.setattr(claims, "BASE", folder)
@@ -106,7 +103,7 @@ class Engine:
 
 
 @pytest.fixture
-def pair() -> Iterator[tuple[Engine, Engine]]:
+def pair():
     """One with requests that wait, and one with memory."""
     chat = Engine("chat", 300 * MIB, 300 * MIB, 1000 * MIB, needs=480 * MIB, waiting=3)
     code = Engine("code", 700 * MIB, 700 * MIB, 1000 * MIB)

@@ -1,12 +1,9 @@
 """The loop of ``kvpatch balance``, with engines that do what an engine does and run nothing."""
 
-from __future__ import annotations
-
 import json
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -122,7 +119,7 @@ class Machine:
 
 
 @pytest.fixture
-def machine() -> Machine:
+def machine():
     """Two engines that were balanced; one of them has requests that wait."""
     made = Machine(chat=300, code=700)
     made.change("chat", mapped=300, needs=480, waiting=3)
@@ -440,7 +437,7 @@ def test_killed_at_any_step_every_engine_is_right_and_the_next_one_goes_on(step)
 
 
 @pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def home(tmp_path, monkeypatch):
     monkeypatch.setattr(claims, "BASE", tmp_path)
     yield tmp_path
 

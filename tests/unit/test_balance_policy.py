@@ -1,7 +1,5 @@
 """Who may map how much: the policy of ``kvpatch balance``, a function."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import replace

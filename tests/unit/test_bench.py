@@ -1,7 +1,5 @@
 """scripts/bench without running it: loads, pairs, noise, and the page made of results."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from types import SimpleNamespace

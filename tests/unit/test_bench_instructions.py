@@ -1,7 +1,5 @@
 """scripts/bench instructions without valgrind: its paths, and what it calls a regression."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The simulation of engines that share: what is simulated, and that its memory is never more."""
 
-from __future__ import annotations
-
 import random
 
 from harness.balancing import host_pool, many

@@ -1,7 +1,5 @@
 """The oracle of restored bytes: which blocks must be what they were."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

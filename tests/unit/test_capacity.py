@@ -1,7 +1,5 @@
 """A KV cache that does not fill kvcached's pages, or is larger than the device."""
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -43,7 +41,7 @@ def module(monkeypatch: pytest.MonkeyPatch, name: str, **content: Any) -> Module
 
 
 @pytest.fixture(autouse=True)
-def kvcached(monkeypatch: pytest.MonkeyPatch) -> None:
+def kvcached(monkeypatch):
     """A kvcached whose pages hold 64 blocks of a model with six layers."""
     geometry = SimpleNamespace(page_bytes=BLOCK, num_pools=POOLS)
     monkeypatch.delitem(sys.modules, "kvcached", raising=False)
@@ -215,7 +213,7 @@ def release(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
 
 
 @pytest.fixture
-def older(monkeypatch: pytest.MonkeyPatch) -> None:
+def older(monkeypatch):
     release(monkeypatch, "0.20.0")
     module(monkeypatch, "kvcached.integration.vllm.patches")
     monkeypatch.setattr(sys.modules["kvcached.integration.vllm"], "patches", Older)

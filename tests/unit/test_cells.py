@@ -1,9 +1,6 @@
 """What the engines of a cell are asked, without an engine."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,7 +25,7 @@ CELL = Cell("0.32.0", "V2", "contiguous", "Offloading", "full attention")
 
 
 @pytest.fixture
-def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def asked(tmp_path, monkeypatch):
     """Return the runs of plain vLLM and of kvpatch's engine for a cell, and its trial."""
 
     def asked(cell: Cell) -> tuple[Run, Run, cells.Trial]:

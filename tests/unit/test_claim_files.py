@@ -1,7 +1,5 @@
 """The files of claims: what is in them, what is removed with them, and that none stays open."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

@@ -1,7 +1,5 @@
 """Claims of names: one engine at a time, whoever shares /dev/shm, and free when it is gone."""
 
-from __future__ import annotations
-
 import errno
 import mmap
 import os

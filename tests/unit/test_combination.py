@@ -1,13 +1,10 @@
 """What a verdict holds for, read from a configuration."""
 
-from __future__ import annotations
-
 import enum
 import json
 import sys
 from dataclasses import dataclass, field
 from importlib import metadata
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -50,7 +47,7 @@ def of(**changes: Any) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def device(monkeypatch: pytest.MonkeyPatch) -> Any:
+def device(monkeypatch):
     platforms = ModuleType("vllm.platforms")
     platforms.current_platform = SimpleNamespace(get_device_name=lambda: "NVIDIA H100")
     monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
@@ -213,7 +210,7 @@ def test_a_variable_matters_unless_it_is_known_not_to(name, matters):
 
 
 @pytest.fixture
-def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def mine(tmp_path, monkeypatch):
     """A package of the operator's, which cannot be imported, and a module."""
     (tmp_path / "mine").mkdir()
     for name in ("mine/__init__.py", "mine/scheduler.py", "mine/policy.py", "alone.py"):

@@ -1,7 +1,5 @@
 """The ``kvpatch`` command itself: its subcommands, and what it leaves alone."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from pathlib import Path

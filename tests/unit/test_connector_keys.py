@@ -1,7 +1,5 @@
 """Keys of a connector that vLLM ignores."""
 
-from __future__ import annotations
-
 import importlib.util
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """What kvpatch asks of the files in docs/containers; their schemas are checked by scripts/site."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The socket of an engine: who may ask, what is answered, what it does though nobody waits."""
 
-from __future__ import annotations
-
 import json
 import os
 import queue
@@ -39,7 +37,7 @@ __all__ = ["worlds"]
 
 
 @pytest.fixture(autouse=True)
-def base(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def base(monkeypatch):
     """A /dev/shm of its own, whose path is short enough for a socket."""
     folder = Path(tempfile.mkdtemp(dir="/tmp"))
     monkeypatch.setattr(claims, "BASE", folder)
@@ -98,7 +96,7 @@ class Running:
 
 
 @pytest.fixture
-def engine(worlds: Any) -> Iterator[Running]:
+def engine(worlds):
     world = worlds()
     for block in range(4, 16):
         world.pool.cache(block, f"old{block}".encode())
@@ -377,7 +375,7 @@ def test_an_engine_removes_the_sockets_of_killed_ones_and_no_others(worlds):
 
 
 @pytest.fixture
-def stopped(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
+def stopped(monkeypatch):
     """The socket of an engine that was stopped; it has memory all the same."""
     monkeypatch.setattr(client, "ANSWERS", 0.1)
     private.make_folder(protocol.folder())
@@ -428,7 +426,7 @@ def test_beside_an_engine_that_does_not_answer_others_do(stopped, engine, monkey
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+def asked(monkeypatch):
     """The sockets that are asked, in order."""
     paths: list[Path] = []
     ask = client.ask

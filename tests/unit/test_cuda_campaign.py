@@ -1,7 +1,5 @@
 """What the runs on the emulated CUDA device put into their result file, beside each other."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -10,7 +8,7 @@ import pytest
 from harness.cuda import campaign, device
 
 
-def test_a_run_leaves_what_others_recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_run_leaves_what_others_recorded(monkeypatch, tmp_path):
     result = tmp_path / "cuda.json"
     monkeypatch.setattr(campaign, "RESULT", result)
     before = {"releases": {"0.32.0": {"Multi": 1, "Offloading": 2}}, "served": {"0.26.0": {"a": 1}}}
@@ -41,9 +39,7 @@ def test_a_run_leaves_what_others_recorded(monkeypatch: pytest.MonkeyPatch, tmp_
         ({"ended": "a fault"}, True, False),
     ],
 )
-def test_an_engine_is_right_if_it_restores_what_it_is_to(
-    change: dict[str, object], restores: bool, verdict: bool
-) -> None:
+def test_an_engine_is_right_if_it_restores_what_it_is_to(change, restores, verdict):
     row = {
         **{"wrong answers": 0, "restored tokens": 9, "complaints": 0, "of NVIDIA": []},
         "blocks": {"equal": 1, "close": 1, "wrong": 0, "unknown": 0},
@@ -51,7 +47,7 @@ def test_an_engine_is_right_if_it_restores_what_it_is_to(
     assert campaign.right(row | change, restores) is verdict
 
 
-def test_the_lines_are_those_of_the_device_without_its_checks() -> None:
+def test_the_lines_are_those_of_the_device_without_its_checks():
     for needed in ("httpx", "psutil"):
         pytest.importorskip(needed)
     from harness.cuda import served

@@ -1,11 +1,8 @@
 """What ``scripts/cuda`` gives a program: kvpatch on, and settings of the caller's."""
 
-from __future__ import annotations
-
 import json
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,7 +16,7 @@ PROGRAM = "import json, os, sys; json.dump(dict(os.environ), open(sys.argv[1], '
 
 
 @pytest.fixture(autouse=True)
-def handlers() -> Iterator[None]:
+def handlers():
     before = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)}
     yield
     for one, handler in before.items():

@@ -1,7 +1,5 @@
 """The emulated CUDA device answers as the documentation says, and each of its rules is noticed."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

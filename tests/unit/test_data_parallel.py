@@ -1,7 +1,5 @@
 """The engines of one data parallel server: their names, in the processes that vLLM starts."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """When the scheduler stands still, and which loaded request lets go."""
 
-from __future__ import annotations
-
 from enum import Enum
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Which loaded request lets go, and what is left of it."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Debug mode: each check notices its fault, for the workers of every release."""
 
-from __future__ import annotations
-
 import importlib
 import pickle
 import sys
@@ -32,10 +30,10 @@ class Row(bytes):
     def __getitem__(self, key: Any) -> Any:
         return Row(super().__getitem__(key))
 
-    def cpu(self) -> Row:
+    def cpu(self) -> "Row":
         return self
 
-    def numpy(self) -> Row:
+    def numpy(self) -> "Row":
         return self
 
 
@@ -44,7 +42,7 @@ class Rows(list[Row]):
 
     shape = (8, 4)
 
-    def view(self, *shape: int) -> Rows:
+    def view(self, *shape: int) -> "Rows":
         return self
 
 
@@ -221,7 +219,7 @@ def step(stores: Any = None, loads: Any = None) -> SimpleNamespace:
 
 @pytest.fixture(params=["0.16.0", "0.18.1", "0.19.1", "0.20.2", "0.21.0", "0.24.0", "0.25.1",
                         "0.26.0", "0.28.0", "0.33.0"])  # fmt: skip
-def worker(request: pytest.FixtureRequest) -> Worker:
+def worker(request):
     return Worker(request.param)
 
 
@@ -480,7 +478,7 @@ class SimpleWorker:
 
 
 @pytest.fixture
-def simple_worker() -> SimpleWorker:
+def simple_worker():
     worker = SimpleWorker()
     worker.register({"region0": worker.device})
     worker.copy([2, 3], [0, 1], True, 4)

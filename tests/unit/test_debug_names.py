@@ -1,7 +1,5 @@
 """Restored blocks, compared with what was stored under their hashes (``kvpatch verify``)."""
 
-from __future__ import annotations
-
 import pickle
 from types import SimpleNamespace
 from typing import Any
@@ -69,7 +67,7 @@ class Engine:
 
 
 @pytest.fixture(params=["0.25.1", "0.28.0", "0.33.0"])
-def engine(request: pytest.FixtureRequest, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+def engine(request, tmp_path, monkeypatch):
     monkeypatch.setenv(VERIFY.name, str(tmp_path))
     return Engine(request.param, tmp_path)
 

@@ -1,7 +1,5 @@
 """What an engine says that it needs, its revisions of limits, and its limit at birth."""
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -49,7 +47,7 @@ def with_groups(world: World, *most_blocks: int) -> World:
 
 
 @pytest.fixture
-def engine(worlds: Any) -> World:
+def engine(worlds):
     return with_groups(worlds(), 10)
 
 

@@ -1,7 +1,5 @@
 """The demo without its servers: its device, its conversations, its models and its report."""
 
-from __future__ import annotations
-
 import json
 import threading
 from pathlib import Path
@@ -37,7 +35,7 @@ def device(folder: Path, shape: tuple[int, int], longest: int, together: int) ->
 
 
 @pytest.fixture
-def words() -> Tokenizer:
+def words():
     """A tokenizer with one token a word."""
     made = Tokenizer(WordLevel({"?": 0}, unk_token="?"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

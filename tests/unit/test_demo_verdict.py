@@ -1,7 +1,5 @@
 """The demo's verdict: what makes it fail, without running it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The size of the host device, as the operator writes it."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvpatch.environ import HOST_DEVICE

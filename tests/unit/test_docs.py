@@ -1,10 +1,7 @@
 """The generated documentation is what the table says today."""
 
-from __future__ import annotations
-
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -70,7 +67,7 @@ def test_a_check_names_the_stale_files_and_writes_none(monkeypatch, capsys, tmp_
 
 
 @pytest.fixture
-def another_table(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def another_table(monkeypatch):
     # A rule's releases are those of the table when its module is imported.
     rules.of(feature.rules for feature in patches.FEATURES)
     monkeypatch.setitem(supported.RELEASES, "0.32.0", supported.INSPECTED_ONLY)

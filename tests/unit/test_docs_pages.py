@@ -1,7 +1,5 @@
 """What the documentation says is there: commands, variables, series, tests, files, recipes."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import re

@@ -1,7 +1,5 @@
 """What ``kvpatch doctor`` finds, one fault at a time."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import json

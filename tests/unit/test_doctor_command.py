@@ -1,7 +1,5 @@
 """How ``kvpatch doctor -- COMMAND`` reads a command, without vLLM."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvpatch.doctor import command, would_start

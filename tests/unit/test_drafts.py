@@ -1,7 +1,5 @@
 """What counts as an accepted draft, and what an engine run of the matrix must have done."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

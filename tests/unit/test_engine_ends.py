@@ -1,7 +1,5 @@
 """How a fork of an engine ends."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

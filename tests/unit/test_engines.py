@@ -1,7 +1,5 @@
 """The table of ``kvpatch status``, what ended with its server, and rates: no engine."""
 
-from __future__ import annotations
-
 import os
 import re
 import socket

@@ -1,7 +1,5 @@
 """How the values of environment variables are read."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from pathlib import Path

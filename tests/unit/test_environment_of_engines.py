@@ -1,7 +1,5 @@
 """vLLM's own variables are there before kvcached's threads read the environment."""
 
-from __future__ import annotations
-
 import os
 import sys
 from types import ModuleType
@@ -12,7 +10,7 @@ from kvpatch.patches.elastic_memory.environment import around_engine_core
 
 
 @pytest.fixture
-def envs(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def envs(monkeypatch):
     """A ``vllm.envs`` with a variable that sets itself, behind one that cannot be read."""
     made = ModuleType("vllm.envs")
     made.environment_variables = ["WRONG", "SETS_ITSELF"]

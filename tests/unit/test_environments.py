@@ -1,7 +1,5 @@
 """The environment of a release that has no CPU build yet."""
 
-from __future__ import annotations
-
 import zipfile
 from pathlib import Path
 
@@ -14,7 +12,7 @@ PYTHON = Path("/usr/bin/python3")
 
 
 @pytest.fixture
-def wheels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def wheels(monkeypatch):
     """The wheels that were downloaded; each has code, a library and metadata."""
     wanted: list[str] = []
 

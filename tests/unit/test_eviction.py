@@ -1,7 +1,5 @@
 """Which cached blocks are evicted, and that finding them does not cost what is cached."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from typing import Any
 

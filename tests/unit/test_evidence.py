@@ -1,12 +1,10 @@
 """The recorded runs: what they executed, and what a change of it asks for."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +22,7 @@ AXES = {name: getattr(CELL, name) for name in ("runner", "layout", "connector", 
 
 
 @pytest.fixture(autouse=True)
-def nothing_remembered() -> Iterator[None]:
+def nothing_remembered():
     recorded.forget()
     yield
     recorded.forget()
@@ -350,7 +348,7 @@ FENCE = patches.FEATURES[[one.name for one in patches.FEATURES].index("fence")]
 
 
 @pytest.fixture(scope="module")
-def committed() -> ages.Evidence:
+def committed():
     """The recorded runs, and today's code."""
     recorded.forget()
     return ages.Evidence(ages.runs())
@@ -365,7 +363,7 @@ def test_a_landing_lacks_no_run(committed):
 
 
 @pytest.fixture
-def planted(committed: ages.Evidence) -> Callable[..., set[str]]:
+def planted(committed):
     """The units that a landing wants on account of one change of a file."""
 
     def planted(file: str, old: str, new: str) -> set[str]:
@@ -445,7 +443,7 @@ def test_a_row_with_another_target_or_function_is_seen(committed, change):
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(record, "DATA", tmp_path)
     monkeypatch.setattr(provenance, "commit", lambda: "0123456789ab")
     return tmp_path

@@ -1,10 +1,5 @@
 """Which files of tests have to run: by what they executed when they last ran."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
-from pathlib import Path
-
 import pytest
 
 pytest.importorskip("numpy")  # of .venv: the harness' models, for what every run depends on
@@ -18,7 +13,7 @@ FUNCTION = "kvpatch.gate:check_environment"
 
 
 @pytest.fixture
-def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+def recorded(tmp_path, monkeypatch):
     """Record that a file of tests executed one function, and what a row wraps with."""
     monkeypatch.setattr(of_tests, "RESULTS", tmp_path / "lanes.json")
     monkeypatch.setattr(of_tests.provenance, "commit", lambda *of: "0123456789ab")

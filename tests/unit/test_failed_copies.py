@@ -1,7 +1,5 @@
 """Copies that fail: what is stored, what is loaded, and when the engine ends."""
 
-from __future__ import annotations
-
 import itertools
 import queue
 import sys

@@ -1,7 +1,5 @@
 """docs/faults.md is made from the marks of the tests."""
 
-from __future__ import annotations
-
 import pytest
 
 from harness import faults

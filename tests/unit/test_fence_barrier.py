@@ -1,7 +1,5 @@
 """The wait for the workers before pages are unmapped: its limit, and who must have answered."""
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType, SimpleNamespace
 

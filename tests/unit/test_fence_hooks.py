@@ -1,7 +1,5 @@
 """The fence between vLLM's scheduler and kvcached's page manager, without either of them."""
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -124,13 +122,6 @@ def test_the_fence_waits_for_all_ranks_and_the_manager_leaves_unmapping_to_it():
     assert one.manager.defer_physical_release is True
     one.manager.physical_release_barrier()
     assert one.rpcs == [hooks.compute_barrier]
-
-
-def test_a_connector_that_pins_its_blocks_has_a_fence_of_its_own_kind():
-    one = Engine(Manager(), None)
-    one.scheduler.connector = SimpleNamespace(scheduler_manager=object())
-    assert one.install().fence.pinned
-    assert not hasattr(one.scheduler.connector, "kvpatch")
 
 
 def test_an_engine_without_a_connector_has_no_fence():
@@ -323,13 +314,6 @@ def test_the_planner_forgets_before_the_pages_are_unmapped():
         lambda marker: seen.append(planner.known("a")[1][0]), one.manager, (1,), {}
     )
     assert seen == [0]
-
-
-@pytest.mark.parametrize("windows", [{}, {"_sliding_window_groups": ()}])
-def test_a_planner_without_windows_keeps_its_blocks(windows):
-    one = engine((1, [1]), planner=SimpleNamespace(**windows))  # has no _req_status either
-    hooks.release_now(one)
-    assert one.manager.unmapped == [1]
 
 
 def test_a_step_releases_after_it_ran():

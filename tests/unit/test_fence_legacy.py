@@ -1,7 +1,5 @@
 """The fence before vLLM 0.25, and up to 0.20 with transfers that belong to requests."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

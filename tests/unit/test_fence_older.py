@@ -1,11 +1,8 @@
 """The fence before vLLM 0.25, for what an engine sees seldom: several groups, jobs and ranks."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 from test_fence_legacy import Engine, pair
 
 from kvpatch import state
@@ -118,13 +115,6 @@ def test_every_block_of_a_transfer_is_named():
     assert engine.held(1, 2, 3, 4, 5, 6) == [1, 2, 3, 4, 5]
 
 
-def test_all_that_is_reported_at_once_ends():
-    engine = Engine(workers=2)
-    engine.run(engine.build(stores={"a": pair([11], [90]), "b": pair([21], [91])}))
-    engine.report(sent={"a", "b"})
-    assert engine.fence.transfers == {}
-
-
 def test_all_stores_of_all_preempted_requests_end_with_that_step():
     engine = Engine(workers=2)
     engine.run(engine.build(stores={"a": pair([11], [90]), "b": pair([21], [91])}))
@@ -160,11 +150,6 @@ def test_a_report_is_heard_before_vllm_handles_it_and_its_result_is_vllms():
         lambda given: dict(engine.fence.transfers), engine.planner, (output,), {}
     )
     assert seen == {}
-
-
-@pytest.mark.parametrize("asks", [True, False])
-def test_an_engine_that_waits_for_nothing_steps_as_vllm_asks(asks):
-    assert Engine().steps(asks) is asks
 
 
 def test_the_newest_retirement_is_the_steps():

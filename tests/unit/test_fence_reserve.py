@@ -1,7 +1,5 @@
 """Freed pages that stay mapped for a while, and who has them given up."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 
@@ -82,7 +80,7 @@ class Device(Manager):
 
 
 @pytest.fixture
-def made(monkeypatch) -> Any:
+def made(monkeypatch):
     monkeypatch.delenv("KVCACHED_MAX_RESERVED_PAGES")
     return start
 

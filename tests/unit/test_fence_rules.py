@@ -1,7 +1,5 @@
 """The fence's two rules, without an engine: pages of ten blocks, two workers."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 
@@ -45,16 +43,6 @@ def test_a_page_freed_since_the_last_plan_is_held():
     assert one.counters.longest_hold == 1
 
 
-def test_a_page_freed_after_the_plan_waits_for_the_next_one():
-    one = fence()
-    one.plan([], epoch=1)
-    assert one.split([(1, [3]), (2, [4])], can_plan=True) == ([3], [(2, [4])])
-
-
-def test_an_engine_that_can_plan_nothing_holds_nothing_for_a_plan():
-    assert fence().split([(7, [3])], can_plan=False) == ([3], [])
-
-
 def test_a_page_is_held_until_every_worker_reported_its_transfer():
     one = fence()
     one.plan([(5, Transfer("r", (31, 32)))], epoch=1)
@@ -66,27 +54,11 @@ def test_a_page_is_held_until_every_worker_reported_its_transfer():
     assert one.transfers == {}
 
 
-def test_two_transfers_of_one_block_both_hold_its_page():
-    one = fence()
-    one.plan([(1, Transfer("r", (30,))), (2, Transfer("s", (30,)))], epoch=1)
-    one.report(1, 2)
-    assert one.split([(1, [3])], can_plan=True) == ([], [(1, [3])])
-    one.report(2, 2)
-    assert one.split([(1, [3])], can_plan=True) == ([3], [])
-
-
 def test_a_transfer_the_fence_never_saw_is_no_error_and_leaves_nothing():
     one = fence()
     one.report(99, 2)
     one.report(100, 1)  # of two workers
     assert not one._reports
-
-
-def test_a_reused_page_is_no_longer_counted_as_held():
-    one = fence()
-    one.split([(1, [3])], can_plan=True)
-    one.split([], can_plan=True)
-    assert one.holding == 0
 
 
 def test_no_page_is_released_while_a_pending_transfer_names_it():
@@ -139,17 +111,6 @@ def test_a_step_in_which_nothing_changed_looks_at_no_held_page():
     one.plan([], epoch=2)
     assert one.split(retired, can_plan=True)[0] == [200]
     assert one.looks == 102
-
-
-def test_the_next_block_of_a_transfer_holds_a_page_after_the_first():
-    one = Counted()
-    one.plan([(1, Transfer("r", (31,))), (2, Transfer("s", (32,)))], epoch=1)
-    _, retired = one.split([(1, [3])], can_plan=True)
-    one.report(1, 2)
-    assert one.split(retired, can_plan=True) == ([], [(1, [3])])
-    assert one.looks == 2
-    one.report(2, 2)
-    assert one.split(retired, can_plan=True) == ([3], [])
 
 
 def test_a_page_that_was_allocated_and_freed_again_waits_for_the_plan_after():

@@ -1,7 +1,5 @@
 """The blocks that requests with windows know: what is forgotten, and how much is looked at."""
 
-from __future__ import annotations
-
 import random
 from types import SimpleNamespace
 from typing import Any

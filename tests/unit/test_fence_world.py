@@ -1,7 +1,5 @@
 """Nothing is lost whatever users, operators, copies and workers do, in every mode."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 import pytest

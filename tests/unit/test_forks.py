@@ -1,7 +1,5 @@
 """harness.engines.process: an engine's process, which several threads ask."""
 
-from __future__ import annotations
-
 import threading
 from multiprocessing import Pipe
 

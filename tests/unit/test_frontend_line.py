@@ -1,7 +1,5 @@
 """Which process says that it is a frontend: one whose engine runs in another process."""
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType, SimpleNamespace
 

@@ -1,10 +1,7 @@
 """Versions, switches and targets: what each gate lets through, and its sentence."""
 
-from __future__ import annotations
-
 import sys
 import types
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -41,7 +38,7 @@ def allowing(text: str) -> dict[str, str]:
 
 
 @pytest.fixture
-def site(tmp_path, monkeypatch) -> Callable[[str, str | None], None]:
+def site(tmp_path, monkeypatch):
     """Install distributions by metadata alone, with nothing else installed."""
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
 
@@ -275,7 +272,7 @@ class Target:
 
 
 @pytest.fixture
-def patch(monkeypatch) -> Callable[..., Patch]:
+def patch(monkeypatch):
     module = types.ModuleType("target_module")
     module.Target = Target
     monkeypatch.setitem(sys.modules, "target_module", module)

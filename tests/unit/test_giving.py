@@ -1,7 +1,5 @@
 """Pages that go back piece by piece: for a lower limit and while nobody asks, stored first."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 from types import SimpleNamespace
@@ -39,7 +37,7 @@ def lower(world: World, pages: int) -> None:
     world.giving.look()
 
 
-def test_a_lower_limit_stores_what_it_evicts(worlds: Any) -> None:
+def test_a_lower_limit_stores_what_it_evicts(worlds):
     world = filled(worlds)
     lower(world, 4)
     assert len(world.pool.used()) == 24, "evicted before it was stored"
@@ -52,9 +50,7 @@ def test_a_lower_limit_stores_what_it_evicts(worlds: Any) -> None:
     world.check()
 
 
-def test_no_more_is_looked_for_than_is_evicted_in_a_step(
-    worlds: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_more_is_looked_for_than_is_evicted_in_a_step(worlds, monkeypatch):
     """What is taken up and not evicted is at the head, and looked at again for each page."""
     world = filled(worlds)
     for block in range(4, 28):
@@ -74,14 +70,14 @@ def test_no_more_is_looked_for_than_is_evicted_in_a_step(
     assert set(taken) == {0}, "pages wait that could have been looked for later"
 
 
-def test_it_is_applied_at_once_where_nothing_has_to_go(worlds: Any) -> None:
+def test_it_is_applied_at_once_where_nothing_has_to_go(worlds):
     world = filled(worlds)
     assert world.manager.resize(7 * PAGE)  # as an allocation does
     assert world.manager.total == 7
     assert not world.giving.lowers
 
 
-def test_what_requests_use_is_left_to_kvcached(worlds: Any) -> None:
+def test_what_requests_use_is_left_to_kvcached(worlds):
     world = filled(worlds)
     request = world.add("runs", 28, 29)
     request.left = 100
@@ -94,7 +90,7 @@ def test_what_requests_use_is_left_to_kvcached(worlds: Any) -> None:
     world.check()
 
 
-def test_requests_run_while_pages_go_back(worlds: Any) -> None:
+def test_requests_run_while_pages_go_back(worlds):
     world = filled(worlds)
     world.tier.steps = 20
     world.add("runs", 28).left = 5
@@ -107,7 +103,7 @@ def test_requests_run_while_pages_go_back(worlds: Any) -> None:
     assert world.manager.total == 3
 
 
-def test_what_does_not_fit_is_counted(worlds: Any) -> None:
+def test_what_does_not_fit_is_counted(worlds):
     world = filled(worlds, room=8)
     lower(world, 4)
     world.until_idle()
@@ -115,7 +111,7 @@ def test_what_does_not_fit_is_counted(worlds: Any) -> None:
     assert world.manager.total == 4
 
 
-def test_a_block_that_is_used_meanwhile_stays(worlds: Any) -> None:
+def test_a_block_that_is_used_meanwhile_stays(worlds):
     world = filled(worlds)
     lower(world, 4)
     world.step()
@@ -126,7 +122,7 @@ def test_a_block_that_is_used_meanwhile_stays(worlds: Any) -> None:
     assert world.manager.total == 4, "another page went instead"
 
 
-def test_each_step_stores_and_evicts_as_much_as_its_share_allows(worlds: Any) -> None:
+def test_each_step_stores_and_evicts_as_much_as_its_share_allows(worlds):
     world = filled(worlds)
     world.giving._share = Shares(pages=2, stores=4)
     lower(world, 3)
@@ -142,9 +138,7 @@ def test_each_step_stores_and_evicts_as_much_as_its_share_allows(worlds: Any) ->
     assert not any(world.giving._share.ran)
 
 
-def test_pages_that_are_ready_are_evicted_some_at_a_time(
-    worlds: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pages_that_are_ready_are_evicted_some_at_a_time(worlds, monkeypatch):
     """Every unmap waits for the workers."""
     monkeypatch.setattr(module, "TOGETHER", 2 * BLOCKS)
     world = filled(worlds)
@@ -160,9 +154,7 @@ def test_pages_that_are_ready_are_evicted_some_at_a_time(
     assert world.manager.total == 2
 
 
-def test_a_tier_keeps_a_block_once_that_a_page_has_twice(
-    worlds: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tier_keeps_a_block_once_that_a_page_has_twice(worlds, monkeypatch):
     """SimpleCPUOffloadConnector frees what it is to keep: a block freed twice is two free ones."""
     world = filled(worlds)
     world.pool._block_id_to_key[5] = b"old4"
@@ -174,7 +166,7 @@ def test_a_tier_keeps_a_block_once_that_a_page_has_twice(
     assert [b"old4"] in kept, kept
 
 
-def test_a_suspension_afterwards_stores_everything_at_once(worlds: Any) -> None:
+def test_a_suspension_afterwards_stores_everything_at_once(worlds):
     world = filled(worlds)
     world.giving._share = Shares(stores=2)
     lower(world, 6)
@@ -189,7 +181,7 @@ def test_a_suspension_afterwards_stores_everything_at_once(worlds: Any) -> None:
     world.check()
 
 
-def test_pages_that_the_tier_has_go_while_others_are_stored(worlds: Any) -> None:
+def test_pages_that_the_tier_has_go_while_others_are_stored(worlds):
     world = filled(worlds)
     world.tier.steps = 20
     for block in range(8, 16):
@@ -206,7 +198,7 @@ def test_pages_that_the_tier_has_go_while_others_are_stored(worlds: Any) -> None
     world.check()
 
 
-def test_an_idle_engine_gives_everything_back_and_keeps_its_limit(worlds: Any) -> None:
+def test_an_idle_engine_gives_everything_back_and_keeps_its_limit(worlds):
     world = filled(worlds)
     world.giving.rest()
     world.until_idle()
@@ -217,9 +209,7 @@ def test_an_idle_engine_gives_everything_back_and_keeps_its_limit(worlds: Any) -
     assert not world.step()
 
 
-def test_an_engine_rests_as_often_as_it_is_idle(
-    worlds: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_rests_as_often_as_it_is_idle(worlds, monkeypatch):
     monkeypatch.setattr(module, "MOST_PAGES", 6)  # of one rest
     world = filled(worlds)
     for time in range(4):
@@ -233,7 +223,7 @@ def test_an_engine_rests_as_often_as_it_is_idle(
         assert world.pool.used() == set(), f"after {time} rests"
 
 
-def test_an_idle_engine_keeps_what_the_tier_does_not(worlds: Any) -> None:
+def test_an_idle_engine_keeps_what_the_tier_does_not(worlds):
     world = filled(worlds, room=10)
     world.giving.rest()
     world.until_idle()
@@ -244,7 +234,7 @@ def test_an_idle_engine_keeps_what_the_tier_does_not(worlds: Any) -> None:
 
 
 @pytest.mark.parametrize("steps", range(6))
-def test_it_stops_when_a_request_comes(worlds: Any, steps: int) -> None:
+def test_it_stops_when_a_request_comes(worlds, steps):
     world = filled(worlds)
     world.giving.rest()
     for _ in range(steps):
@@ -259,7 +249,7 @@ def test_it_stops_when_a_request_comes(worlds: Any, steps: int) -> None:
     assert {f"old{n}".encode() for n in range(4, 28)} <= here | set(world.tier.blocks)
 
 
-def test_a_suspension_goes_before(worlds: Any) -> None:
+def test_a_suspension_goes_before(worlds):
     world = filled(worlds)
     lower(world, 4)
     world.step()
@@ -273,7 +263,7 @@ def test_a_suspension_goes_before(worlds: Any) -> None:
     assert world.manager.total == 4
 
 
-def test_a_limit_that_is_lowered_during_a_suspension_that_is_given_up(worlds: Any) -> None:
+def test_a_limit_that_is_lowered_during_a_suspension_that_is_given_up(worlds):
     world = filled(worlds)
     world.suspension.suspend(False, False, None)
     assert world.suspension.phase is not Phase.RUNS
@@ -289,7 +279,7 @@ def test_a_limit_that_is_lowered_during_a_suspension_that_is_given_up(worlds: An
     assert {f"old{n}".encode() for n in range(4, 28)} <= here | set(world.tier.blocks)
 
 
-def test_a_limit_of_the_command_is_told_until_it_is_applied(worlds: Any) -> None:
+def test_a_limit_of_the_command_is_told_until_it_is_applied(worlds):
     world = filled(worlds)
     world.suspension.limit(4 * PAGE)
     assert world.suspension.said["lowers"]
@@ -298,9 +288,7 @@ def test_a_limit_of_the_command_is_told_until_it_is_applied(worlds: Any) -> None
     assert world.suspension.said["mapped"] <= (4 + 2) * PAGE
 
 
-def test_an_error_of_ours_leaves_the_limit_to_kvcached(
-    worlds: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_of_ours_leaves_the_limit_to_kvcached(worlds, monkeypatch):
     world = filled(worlds)
 
     def fail(blocks: Any) -> None:
@@ -318,7 +306,7 @@ def allocate(world: World) -> None:
     world.manager.resize(world.manager.reported)
 
 
-def test_an_allocation_with_the_limit_of_before_does_not_give_the_new_one_up(worlds: Any) -> None:
+def test_an_allocation_with_the_limit_of_before_does_not_give_the_new_one_up(worlds):
     """Under load one comes in the tenth of a second before kvcached's thread has read it."""
     world = filled(worlds)
     world.lag = 0
@@ -335,7 +323,7 @@ def test_an_allocation_with_the_limit_of_before_does_not_give_the_new_one_up(wor
     assert world.manager.total == 4
 
 
-def test_an_allocation_with_the_limit_of_before_lowers_nothing(worlds: Any) -> None:
+def test_an_allocation_with_the_limit_of_before_lowers_nothing(worlds):
     world = filled(worlds)
     world.manager.limit, world.manager.reported = MOST * PAGE, 3 * PAGE  # it was raised just now
     allocate(world)
@@ -344,7 +332,7 @@ def test_an_allocation_with_the_limit_of_before_lowers_nothing(worlds: Any) -> N
     assert len(world.pool.used()) == 24
 
 
-def test_a_limit_that_is_raised_again_before_a_step_leaves_the_engine_idle(worlds: Any) -> None:
+def test_a_limit_that_is_raised_again_before_a_step_leaves_the_engine_idle(worlds):
     world = filled(worlds)
     world.suspension.limit(4 * PAGE)
     world.suspension.limit(MOST * PAGE)
@@ -352,7 +340,7 @@ def test_a_limit_that_is_raised_again_before_a_step_leaves_the_engine_idle(world
     assert len(world.pool.used()) == 24
 
 
-def test_a_limit_that_is_raised_again_in_shm_leaves_an_idle_engine_what_it_has(worlds: Any) -> None:
+def test_a_limit_that_is_raised_again_in_shm_leaves_an_idle_engine_what_it_has(worlds):
     """kvctl twice: no allocation comes that would bring the second limit."""
     world = filled(worlds)
     lower(world, 2)
@@ -365,7 +353,7 @@ def test_a_limit_that_is_raised_again_in_shm_leaves_an_idle_engine_what_it_has(w
     assert world.manager.total == MOST
 
 
-def test_no_page_is_mapped_while_a_lower_limit_is_stored_for(worlds: Any) -> None:
+def test_no_page_is_mapped_while_a_lower_limit_is_stored_for(worlds):
     world = filled(worlds)
     world.tier.steps = 50
     lower(world, 4)
@@ -407,9 +395,7 @@ class Requests:
 
 @pytest.mark.parametrize("by", ["kvctl", "kvpatch limit"])
 @pytest.mark.parametrize("pages", [1, 2, 64])
-def test_what_requests_take_while_a_limit_waits_is_stored_before(
-    worlds: Any, pages: int, by: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_requests_take_while_a_limit_waits_is_stored_before(worlds, pages, by, monkeypatch):
     monkeypatch.setattr(module, "AHEAD", 6)
     world = filled(worlds)
     world.giving._share = Shares(pages, stores=8)
@@ -430,7 +416,7 @@ def test_what_requests_take_while_a_limit_waits_is_stored_before(
     world.check()
 
 
-def test_a_full_tier_does_not_let_an_engine_grow_above_its_limit(worlds: Any) -> None:
+def test_a_full_tier_does_not_let_an_engine_grow_above_its_limit(worlds):
     world = filled(worlds)
     world._plan = lambda: world.spill.no_room(False)  # type: ignore[method-assign]
     requests = Requests(world, 1)
@@ -444,7 +430,7 @@ def test_a_full_tier_does_not_let_an_engine_grow_above_its_limit(worlds: Any) ->
     assert requests.mapped <= 2
 
 
-def test_a_piece_does_not_wait_for_what_is_stored_ahead_of_it(worlds: Any) -> None:
+def test_a_piece_does_not_wait_for_what_is_stored_ahead_of_it(worlds):
     """Under load there is always more."""
     world = filled(worlds)
     old = cached(world.pool)
@@ -459,9 +445,7 @@ def test_a_piece_does_not_wait_for_what_is_stored_ahead_of_it(worlds: Any) -> No
     assert not world.spill.settled([old[2].key])
 
 
-def test_a_step_asks_the_tier_for_one_of_the_blocks_on_their_way(
-    worlds: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_asks_the_tier_for_one_of_the_blocks_on_their_way(worlds, monkeypatch):
     world = filled(worlds)
     old = cached(world.pool)
     asked: list[int] = []
@@ -488,8 +472,8 @@ def test_a_step_asks_the_tier_for_one_of_the_blocks_on_their_way(
 
 
 def test_the_blocks_of_simple_stores_are_looked_through_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     looks: list[Any] = []
     under_way = simple.under_way
     monkeypatch.setattr(simple, "under_way", lambda of: looks.append(of) or under_way(of))
@@ -511,7 +495,7 @@ def test_the_blocks_of_simple_stores_are_looked_through_once(
     assert len(looks) == 3
 
 
-def test_what_is_stored_ahead_takes_no_room_of_the_piece_and_is_tried_once(worlds: Any) -> None:
+def test_what_is_stored_ahead_takes_no_room_of_the_piece_and_is_tried_once(worlds):
     world = filled(worlds, room=5)
     old = cached(world.pool)
     world.spill.begin(old[:3])
@@ -522,7 +506,7 @@ def test_what_is_stored_ahead_takes_no_room_of_the_piece_and_is_tried_once(world
     assert world.spill.next() == []
 
 
-def test_nothing_is_stored_ahead_for_an_engine_without_requests(worlds: Any) -> None:
+def test_nothing_is_stored_ahead_for_an_engine_without_requests(worlds):
     world = filled(worlds)
     lower(world, 5)
     world.until_idle()
@@ -530,8 +514,8 @@ def test_nothing_is_stored_ahead_for_an_engine_without_requests(worlds: Any) -> 
 
 
 def test_what_is_stored_ahead_is_taken_up_in_pieces_and_not_in_a_step_that_evicts(
-    worlds: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    worlds, monkeypatch
+):
     monkeypatch.setattr(module, "PIECE", 2)
     world = filled(worlds)
     world.giving._share = Shares(pages=1, stores=100)
@@ -539,7 +523,7 @@ def test_what_is_stored_ahead_is_taken_up_in_pieces_and_not_in_a_step_that_evict
     did: list[Any] = []
     evict, add = world.pool.evict_blocks, world.spill.add
 
-    def adding(blocks: Any) -> None:
+    def adding(blocks):
         blocks = list(blocks)
         did.append(len(blocks))
         add(blocks)
@@ -555,7 +539,7 @@ def test_what_is_stored_ahead_is_taken_up_in_pieces_and_not_in_a_step_that_evict
     assert {(2,), ("evicts",)} <= set(steps) <= {(), (0,), (1,), (2,), ("evicts",)}
 
 
-def test_a_lower_limit_is_told_when_it_has_given_something_back(worlds: Any) -> None:
+def test_a_lower_limit_is_told_when_it_has_given_something_back(worlds):
     """What tells it reads /dev/shm: not in every step of an engine that serves requests."""
     world = filled(worlds)
     world.giving._share = Shares(pages=1, stores=100)
@@ -572,7 +556,7 @@ def test_a_lower_limit_is_told_when_it_has_given_something_back(worlds: Any) -> 
     assert len(set(given[:-1])) == len(given) - 1, "told again without anything new"
 
 
-def test_a_limit_by_revision_is_refused(worlds: Any) -> None:
+def test_a_limit_by_revision_is_refused(worlds):
     """An allocation would undo it; an engine without a tier has kvcached's own."""
     manager = filled(worlds).manager
     calls: list[Any] = []
@@ -587,7 +571,7 @@ def test_a_limit_by_revision_is_refused(worlds: Any) -> None:
     assert calls == [((4 * PAGE,), {"revision": 1})]
 
 
-def test_pages_of_requests_that_wait_for_the_fence_are_not_waited_for(worlds: Any) -> None:
+def test_pages_of_requests_that_wait_for_the_fence_are_not_waited_for(worlds):
     """Under load there are always some; they are counted as given, too."""
     world = filled(worlds)
     others = (0, [7])
@@ -606,9 +590,7 @@ def test_pages_of_requests_that_wait_for_the_fence_are_not_waited_for(worlds: An
 
 
 @pytest.mark.parametrize("where", ["begin", "trim", "apply"])
-def test_an_error_while_it_ends_does_not_end_the_engine(
-    worlds: Any, where: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_while_it_ends_does_not_end_the_engine(worlds, where, monkeypatch):
     world = filled(worlds)
 
     def fail(*arguments: Any) -> None:
@@ -627,9 +609,7 @@ def test_an_error_while_it_ends_does_not_end_the_engine(
     assert not world.step()
 
 
-def test_a_limit_that_an_error_left_to_kvcached_is_not_taken_up_again(
-    worlds: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_limit_that_an_error_left_to_kvcached_is_not_taken_up_again(worlds, monkeypatch):
     """Each allocation comes with it, and each would write the same error into the log."""
     world = filled(worlds)
     begun: list[int] = []
@@ -668,9 +648,7 @@ class Watched:
         return len(self.sent)
 
 
-def test_an_idle_engine_sees_a_limit_that_is_set_in_shm(
-    worlds: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_idle_engine_sees_a_limit_that_is_set_in_shm(worlds, monkeypatch):
     world = filled(worlds)
     watched = Watched(world, monkeypatch, None)
     assert watched.look(1000) == 0
@@ -683,9 +661,7 @@ def test_an_idle_engine_sees_a_limit_that_is_set_in_shm(
     assert watched.look() == 1
 
 
-def test_the_time_without_requests_begins_when_the_last_one_has_ended(
-    worlds: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_time_without_requests_begins_when_the_last_one_has_ended(worlds, monkeypatch):
     world = filled(worlds)
     watched = Watched(world, monkeypatch, 30)
     world.add("runs", 28)
@@ -703,9 +679,7 @@ def test_the_time_without_requests_begins_when_the_last_one_has_ended(
     assert watched.look(31) == 2
 
 
-def test_a_request_between_two_looks_is_not_missed(
-    worlds: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_between_two_looks_is_not_missed(worlds, monkeypatch):
     world = filled(worlds)
     state.attach(world, world.giving)
     watched = Watched(world, monkeypatch, 30)
@@ -724,9 +698,7 @@ def test_a_request_between_two_looks_is_not_missed(
     assert world.pool.used() == set()
 
 
-def test_it_rests_after_a_suspension_that_was_given_up(
-    worlds: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_rests_after_a_suspension_that_was_given_up(worlds, monkeypatch):
     world = filled(worlds)
     watched = Watched(world, monkeypatch, 30)
     assert watched.look(31) == 1
@@ -743,13 +715,13 @@ def test_it_rests_after_a_suspension_that_was_given_up(
     assert world.pool.used() == set()
 
 
-def test_a_look_of_an_engine_that_cannot_is_kept_to_itself() -> None:
+def test_a_look_of_an_engine_that_cannot_is_kept_to_itself():
     look = Look(rests=True)
     look.take(SimpleNamespace())  # type: ignore[arg-type]
     assert look.taken.is_set()
 
 
-def test_a_free_on_another_thread_never_meets_a_limit_without_a_goal() -> None:
+def test_a_free_on_another_thread_never_meets_a_limit_without_a_goal():
     """kvcached asserts that there is one, which would end the engine."""
     told: list[tuple[str, bool]] = []
 
@@ -797,9 +769,7 @@ class Clock:
         (0.0, False, 78, 50),
     ],
 )
-def test_a_share_is_at_most_as_long_as_its_step(
-    step: float, runs: bool, stores: int, pages: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_share_is_at_most_as_long_as_its_step(step, runs, stores, pages, monkeypatch):
     clock = Clock(monkeypatch)
     share = Share()
     assert clock.pages(share, runs, step, 0.0001) == pages
@@ -807,8 +777,8 @@ def test_a_share_is_at_most_as_long_as_its_step(
 
 
 def test_a_page_that_takes_longer_than_its_share_is_paid_for_later(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     clock = Clock(monkeypatch)
     share = Share()
     taken = [clock.pages(share, True, 0.0004, 0.0004) for _ in range(40)]
@@ -819,7 +789,7 @@ def test_a_page_that_takes_longer_than_its_share_is_paid_for_later(
     assert (AT_REST, LONGEST, STORE, LEAST) == (0.005, 0.002, 32e-6, 8)
 
 
-def test_a_share_that_is_not_used_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_share_that_is_not_used_is_not_kept(monkeypatch):
     clock = Clock(monkeypatch)
     share = Share()
     assert share.stores == LEAST
@@ -830,7 +800,7 @@ def test_a_share_that_is_not_used_is_not_kept(monkeypatch: pytest.MonkeyPatch) -
     assert clock.pages(share, True, 0.02, 0.0001) == 10
 
 
-def test_steps_without_a_share_are_no_debt(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_without_a_share_are_no_debt(monkeypatch):
     clock = Clock(monkeypatch)
     share = Share()
     clock.pages(share, True, 0.02, 0.0001)

@@ -1,7 +1,5 @@
 """A result file of scripts/gpu run renders every page that speaks of GPUs, and no word by hand."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

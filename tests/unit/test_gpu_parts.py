@@ -1,7 +1,5 @@
 """scripts/gpu bundle and unpack: parts, sums, damage, and the environment on the machine."""
 
-from __future__ import annotations
-
 import json
 import struct
 import subprocess

@@ -1,7 +1,5 @@
 """scripts/gpu run: a step that fails, ends or hangs is a row, and the next one runs."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

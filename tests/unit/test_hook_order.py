@@ -1,7 +1,5 @@
 """The order of patching does not depend on who registered a hook first."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """The host device is a distribution of its own, and may be missing."""
 
-from __future__ import annotations
-
 import os
 import sys
 from importlib.metadata import EntryPoint

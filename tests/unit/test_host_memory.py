@@ -1,7 +1,5 @@
 """What the host's memory leaves for a CPU tier, and what tiers take of it."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from types import SimpleNamespace

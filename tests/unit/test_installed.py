@@ -1,7 +1,5 @@
 """What is tested is what is released: an engine of .ci/run runs kvpatch from its wheel."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
@@ -17,7 +15,7 @@ OTHER = 'VERSION = "of the wheel"'
 
 
 @pytest.fixture
-def wheel(monkeypatch: pytest.MonkeyPatch) -> None:
+def wheel(monkeypatch):
     monkeypatch.setattr(provenance, "installed", lambda: "wheel")
 
 

@@ -1,7 +1,5 @@
 """Which processes share a name of kvcached, and that only one engine runs under one."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

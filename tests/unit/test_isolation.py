@@ -1,7 +1,5 @@
 """Tests see nothing of the user who runs them."""
 
-from __future__ import annotations
-
 import os
 import pwd
 import sys

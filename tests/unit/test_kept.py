@@ -1,7 +1,5 @@
 """What is kept of engines: by all that it depends on, made once, and never of one that failed."""
 
-from __future__ import annotations
-
 import json
 import os
 import time
@@ -22,13 +20,13 @@ Made = Callable[[Any], Path]
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(kept, "cache_of", lambda vllm: tmp_path / "cache")
     return tmp_path / "cache" / "kept"
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Made:
+def model(tmp_path):
     """Make a folder with a model."""
 
     def made(name: str, content: str = "weights") -> Path:

@@ -1,7 +1,5 @@
 """Where a resumption can be killed: each point is passed on the way back, and only there."""
 
-from __future__ import annotations
-
 import pytest
 from suspend_world import MOST, PAGE, World, worlds
 

@@ -1,7 +1,5 @@
 """KV cache events of kvcached's block pool: what each wrapper adds."""
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType, SimpleNamespace
 

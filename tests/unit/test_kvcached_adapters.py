@@ -1,7 +1,5 @@
 """kvcached on later releases: what each wrapper changes, and that it changes nothing else."""
 
-from __future__ import annotations
-
 import sys
 from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace

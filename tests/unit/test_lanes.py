@@ -1,7 +1,5 @@
 """The lanes of the tests, and that this one needs neither torch nor vllm."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

@@ -1,7 +1,5 @@
 """The host device's files in /dev/shm, at names that another user can make first."""
 
-from __future__ import annotations
-
 import ctypes
 import fcntl
 import os

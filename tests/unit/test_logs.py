@@ -1,7 +1,5 @@
 """KVPATCH_LOG=debug says what is done; without it nothing is printed."""
 
-from __future__ import annotations
-
 import pytest
 
 CODE = "import kvpatch, fake_patches, vllm"

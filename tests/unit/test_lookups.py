@@ -1,7 +1,5 @@
 """Lookups by tier, and hits that were lost: no engine."""
 
-from __future__ import annotations
-
 import hashlib
 from enum import Enum
 from types import SimpleNamespace

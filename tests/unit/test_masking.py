@@ -1,7 +1,5 @@
 """No value of a key, a token or a password is in what is sent and checked in."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,12 +1,9 @@
 """The compatibility matrix: complete, current, and red when something is not as it says."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -53,7 +50,7 @@ def rows_on(target: str, release: str) -> set[str]:
 
 
 @pytest.fixture
-def changed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def changed(monkeypatch):
     """Replace the range of one row, as somebody would in its file."""
 
     def changed(row: str, **range_: str | None) -> None:
@@ -75,7 +72,7 @@ def changed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 @pytest.fixture
-def status(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
+def status(monkeypatch):
     """Give a release another status, as somebody would in ``supported``."""
 
     def status(release: str, value: str) -> None:
@@ -85,14 +82,14 @@ def status(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
 
 
 @pytest.fixture(autouse=True)
-def nothing_remembered() -> Iterator[None]:
+def nothing_remembered():
     derive.forget()
     yield
     derive.forget()
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[Cell, Verdict]:
+def found():
     return derive.verdicts()
 
 

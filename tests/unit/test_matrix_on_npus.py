@@ -1,10 +1,7 @@
 """The verdicts on NPUs: of recorded runs on the ACL emulator, and never those of other cells."""
 
-from __future__ import annotations
-
 import json
 from argparse import Namespace
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +24,7 @@ ROWS = [patch.id for patch in FEATURE.patches]
 
 
 @pytest.fixture(autouse=True)
-def data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+def data(monkeypatch, tmp_path):
     """Runs of NPUs that are recorded in a folder of the test's; none at first."""
     for module in (shapes, record):
         monkeypatch.setattr(module, "DATA", tmp_path)
@@ -105,7 +102,7 @@ def test_a_release_that_has_the_mend_ends_its_range(monkeypatch):
 
 
 @pytest.fixture
-def ran_with(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+def ran_with(monkeypatch):
     """Run the command on engines that served this; returns the connectors that ran."""
 
     def ran_with(**changes: Any) -> list[str]:

@@ -1,7 +1,5 @@
 """Rules of the host's memory by themselves: several CPU tiers, nothing free, nothing known."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

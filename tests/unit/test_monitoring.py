@@ -1,7 +1,5 @@
 """The alert rules, the dashboard, and the command that prints them."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

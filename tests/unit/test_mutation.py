@@ -1,7 +1,5 @@
 """What scripts/mutate changes: always the same, valid, and never words for people."""
 
-from __future__ import annotations
-
 import pytest
 
 from harness.mutation import verdicts

@@ -1,10 +1,7 @@
 """scripts/new-vllm on stand-ins for what runs engines."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -24,7 +21,7 @@ Main = Callable[..., int]
 
 
 @pytest.fixture
-def standing_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Main:
+def standing_in(monkeypatch, tmp_path):
     """Run the command on commands that print and end; nothing is unpacked, made or recorded."""
     made: list[str] = []
     monkeypatch.setattr(supported, "RELEASES", dict(supported.RELEASES))

@@ -1,7 +1,5 @@
 """docs/python.ipynb runs, and prints what it has as its outputs."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """OffloadingConnector before 0.26, presented in the terms of later releases."""
 
-from __future__ import annotations
-
 import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -20,7 +18,7 @@ KV_CACHES = {"layer.0": object()}
 
 
 @pytest.fixture
-def registered(monkeypatch) -> list[Any]:
+def registered(monkeypatch):
     """What was given to the registration of later releases."""
     given: list[Any] = []
 

@@ -3,8 +3,6 @@
 Nothing of it may end an engine, replace a refusal, or reach an operator's terminal as it is.
 """
 
-from __future__ import annotations
-
 import errno
 import itertools
 import json

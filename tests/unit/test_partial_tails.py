@@ -1,7 +1,5 @@
 """The boundary of a prompt inside a Mamba block is named while the state is at it, not later."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Applying and reverting: whole or not at all, and back to the exact object."""
 
-from __future__ import annotations
-
 import itertools
 import sys
 import types

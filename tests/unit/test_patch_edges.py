@@ -1,7 +1,5 @@
 """Patches and gates, for what stays half applied or off in silence."""
 
-from __future__ import annotations
-
 import sys
 import types
 from typing import Any

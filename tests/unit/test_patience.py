@@ -1,7 +1,5 @@
 """When an engine of a test is called stuck."""
 
-from __future__ import annotations
-
 import itertools
 
 from harness.engines import patience

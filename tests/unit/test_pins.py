@@ -1,7 +1,5 @@
 """scripts/pins.txt: one file per package and hash, which pip compares."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

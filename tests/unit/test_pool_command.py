@@ -1,11 +1,9 @@
 """``kvpatch pool`` and what doctor says of a pool."""
 
-from __future__ import annotations
-
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,11 +17,11 @@ from kvpatch.doctor import pool as doctor
 from kvpatch.environ import HOST_POOL, HOST_POOL_FLOOR
 from kvpatch.host_memory import HostMemory
 from kvpatch.pool import ledger
-from kvpatch.pool.member import Member, join
+from kvpatch.pool.member import join
 
 
 @pytest.fixture
-def name(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def name(monkeypatch):
     """The name of a pool that nobody has, which is set here."""
     made = f"test{os.getpid()}{os.urandom(4).hex()}"
     monkeypatch.setenv(HOST_POOL.name, f"8MiB@{made}")
@@ -34,7 +32,7 @@ def name(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 @pytest.fixture
-def engine(name: str) -> Iterator[Member]:
+def engine(name):
     """An engine in the pool with two MiB."""
     path = ledger.record_of(ledger.home(name), "one")
     member = join(path, 8 * MIB, owner(name="a/\x1b[31mmodel"))

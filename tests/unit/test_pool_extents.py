@@ -1,7 +1,5 @@
 """Extents: which chunks are handed out, what may be given back."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The ledger: the sum of what engines have, whoever is killed at whatever moment."""
 
-from __future__ import annotations
-
 import fcntl
 import mmap
 import os
@@ -36,7 +34,7 @@ HERE = Path("/dev/shm")
 
 
 @pytest.fixture
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def folder(tmp_path_factory):
     """A pool's folder in memory, empty."""
     path = HERE / f"kvpatch-test-pool-{os.getpid()}-{os.urandom(4).hex()}"
     yield path
@@ -47,17 +45,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture
-def one(folder: Path) -> Member:
+def one(folder):
     return join(folder, name="one")
 
 
 @pytest.fixture
-def two(folder: Path) -> Member:
+def two(folder):
     return join(folder, name="two")
 
 
 @pytest.fixture
-def three(folder: Path) -> Member:
+def three(folder):
     return join(folder, name="three")
 
 

@@ -1,12 +1,8 @@
 """Workers that register extents when they are asked to."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -38,7 +34,7 @@ class Device:
 
 
 @pytest.fixture
-def engine(tmp_path: Path) -> Iterator[Ranks]:
+def engine(tmp_path):
     made = Ranks(tmp_path / "socket")
     yield made
     made.close()
@@ -148,7 +144,7 @@ def test_the_socket_of_an_engine_that_was_killed_is_replaced(tmp_path):
 
 
 @pytest.fixture
-def memory() -> Iterator[Memory]:
+def memory():
     file = os.memfd_create("kvpatch-test")
     os.ftruncate(file, 1 << 40)
     made = Memory(file)

@@ -1,7 +1,5 @@
 """Stripes: a chunk is a block in every region of every rank, an extent a range of each."""
 
-from __future__ import annotations
-
 import mmap
 import os
 from pathlib import Path

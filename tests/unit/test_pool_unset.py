@@ -1,7 +1,5 @@
 """Without ``KVPATCH_HOST_POOL`` nothing of the pool is imported or applied."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """What an engine's extents are worth beside those of others."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvpatch.pool import worth
@@ -16,7 +14,7 @@ class Clock:
 
 
 @pytest.fixture
-def clock() -> Clock:
+def clock():
     return Clock()
 
 

@@ -1,7 +1,5 @@
 """The probe of an NPU: what it asks, what answers come to, and for what its verdict holds."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import subprocess
@@ -236,7 +234,7 @@ def test_a_process_that_dies_or_hangs_is_a_wrong_answer(monkeypatch):
 
 
 @pytest.fixture
-def cann(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runtime:
+def cann(tmp_path, monkeypatch):
     """A CANN with its library, a driver and a device."""
     home = tmp_path / "cann"
     for path, text in ((runtime.LIBRARY, "library"), (runtime.HEADER, "header")):

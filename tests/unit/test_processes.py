@@ -1,7 +1,5 @@
 """harness.processes: a function in a process of its own, and what its environment has."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """The free memory of every rank's GPU: the least counts, and a map that failed waits."""
 
-from __future__ import annotations
-
 import logging
 import sys
 from types import ModuleType, SimpleNamespace
@@ -59,7 +57,7 @@ class World:
 
 
 @pytest.fixture
-def world(monkeypatch: pytest.MonkeyPatch) -> World:
+def world(monkeypatch):
     return install(World(), monkeypatch)
 
 

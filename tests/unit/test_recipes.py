@@ -3,8 +3,6 @@
 That the page and the shares in README.md are current is in test_docs.py.
 """
 
-from __future__ import annotations
-
 import sys
 
 import pytest
@@ -17,7 +15,7 @@ LLAMA = Recipe("meta-llama/Llama-3.3-70B-Instruct", "default", "offloading_cpu")
 
 
 @pytest.fixture(scope="module")
-def recipes() -> Recipes:
+def recipes():
     return Recipes()
 
 

@@ -1,7 +1,5 @@
 """A refusal: one sentence in every process it travels to, its code, and what it is based on."""
 
-from __future__ import annotations
-
 import ast
 import pickle
 import re

@@ -1,7 +1,5 @@
 """A refusal holds, leaves nothing applied behind, and is the last line the operator sees."""
 
-from __future__ import annotations
-
 import pytest
 from fakes import raising
 

@@ -1,7 +1,5 @@
 """The bytes that an offloading connector copies, on tensors of plain Python."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
@@ -37,13 +35,13 @@ class Memory:
     def stride(self) -> tuple[int, ...]:
         return self.strides
 
-    def view(self, dtype: str) -> Memory:
+    def view(self, dtype: str) -> "Memory":
         return Memory(self.address, self.shape, self.strides, dtype)
 
     def untyped_storage(self) -> Any:
         return SimpleNamespace(data_ptr=lambda: self.storage)
 
-    def __getitem__(self, key: Any) -> Memory:
+    def __getitem__(self, key: Any) -> "Memory":
         if isinstance(key, slice):
             rows = min(key.stop, self.shape[0])
             return Memory(self.address, (rows, *self.shape[1:]), self.strides)

@@ -1,7 +1,5 @@
 """Which memory a connector copies: the blocks of kvcached's pools, of validated kinds."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from types import SimpleNamespace
 

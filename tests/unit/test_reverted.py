@@ -1,7 +1,5 @@
 """Rows that tests take out of engines: one that was not in force is an error of the test."""
 
-from __future__ import annotations
-
 import ast
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The rows: every field filled, every seam whole on every release, and red when a range is not."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import json

@@ -1,7 +1,5 @@
 """How rows are written: what one says of itself, and what it has from the rows above it."""
 
-from __future__ import annotations
-
 import pytest
 from packaging.version import Version
 

@@ -1,7 +1,5 @@
 """Every rule on the engine's configuration, by its sentence."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Rules, for one of several connectors, the other value of a boundary, and the next release."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

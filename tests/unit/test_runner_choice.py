@@ -1,7 +1,5 @@
 """The runner where kvcached has no adapter for V2: V1, unless V2 was asked for or is needed."""
 
-from __future__ import annotations
-
 import importlib
 import logging
 import multiprocessing
@@ -63,7 +61,7 @@ def rows(release: str) -> list[Patch]:
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def gpu(monkeypatch):
     """vLLM as on a GPU: Triton is there."""
     triton = ModuleType("vllm.triton_utils")
     triton.HAS_TRITON = True
@@ -74,7 +72,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @pytest.fixture
-def patched(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def patched(gpu, monkeypatch):
     apply(monkeypatch, "0.26.0")
 
 

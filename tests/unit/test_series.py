@@ -1,7 +1,5 @@
 """The series of an API server before its first request, and held seconds: no engine."""
 
-from __future__ import annotations
-
 import os
 import time
 from functools import partial

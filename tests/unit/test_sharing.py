@@ -1,9 +1,6 @@
 """What is below the patches of a release, and the releases that share runs because of it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from packaging.version import Version
@@ -47,7 +44,7 @@ Tree = Callable[..., Sources]
 
 
 @pytest.fixture
-def tree(tmp_path: Path) -> Tree:
+def tree(tmp_path):
     """Unpacked sources, in which one text is another."""
 
     def tree(path: str = "", old: str = "", new: str = "") -> Sources:
@@ -119,7 +116,7 @@ def test_a_function_does_not_depend_on_the_order_in_which_it_is_found(tree):
 
 
 @pytest.fixture
-def known(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def known(monkeypatch):
     """Three releases next to each other with the same below, unless a test says another."""
 
     def known(**changes: dict[str, object]) -> None:

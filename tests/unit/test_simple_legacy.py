@@ -1,7 +1,5 @@
 """SimpleCPUOffloadConnector before 0.26, presented in the terms of later releases."""
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -144,7 +142,7 @@ class Backend:
 
 
 @pytest.fixture
-def computing(monkeypatch: pytest.MonkeyPatch) -> None:
+def computing(monkeypatch):
     """The worker's module, whose torch has a stream that computes."""
     worker = ModuleType("vllm.v1.simple_kv_offload.worker")
     worker.torch = SimpleNamespace(cuda=SimpleNamespace(current_stream=lambda: "compute"))

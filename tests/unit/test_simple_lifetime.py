@@ -1,7 +1,5 @@
 """Completion of SimpleCPUOffloadConnector's copies, their counts, and the memory they touch."""
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """SimpleCPUOffloadConnector before 0.26: what one of several copies, or one step, hides."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 from test_simple_eviction import match

@@ -1,7 +1,5 @@
 """Lazy mode again, for what loses blocks: resets, several groups, full tiers, used blocks."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What SimpleCPUOffloadConnector's memory must be, by the sentence that refuses it."""
 
-from __future__ import annotations
-
 import sys
 from contextlib import nullcontext
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ The bytes of a block are those that engines of every kind have stored and loaded
 runs: ``harness.engines.runs.block_bytes``, whose runs compare it with what they move.
 """
 
-from __future__ import annotations
-
 import json
 
 import pytest

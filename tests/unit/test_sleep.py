@@ -1,7 +1,5 @@
 """A sleep is a suspension, and then vLLM's own; what ends it otherwise leaves the engine awake."""
 
-from __future__ import annotations
-
 import logging
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -85,7 +83,7 @@ class Sleeper:
 
 
 @pytest.fixture
-def sleeper(worlds: Any) -> Sleeper:
+def sleeper(worlds):
     return Sleeper(filled(worlds))
 
 
@@ -263,7 +261,7 @@ def test_other_levels_are_vllms(sleeper, level):
 
 
 @pytest.fixture
-def worker() -> Any:
+def worker():
     torch = pytest.importorskip("torch")
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
     return SimpleNamespace(model_runner=SimpleNamespace(model=model))

@@ -1,12 +1,9 @@
 """Reading a release's sources: scripts/matrix and scripts/new-vllm, on sources that are made up."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +53,7 @@ def is_class(line: str, owners: dict[str, list[str]]) -> bool:
 
 
 @pytest.fixture
-def unpacked(tmp_path: Path) -> Callable[[str], Source]:
+def unpacked(tmp_path):
     """Unpacked releases: sources with the targets that are recorded of them."""
 
     def unpacked(name: str) -> Source:
@@ -86,7 +83,7 @@ def test_sources_are_read_as_they_are_recorded(unpacked):
 
 
 @pytest.fixture
-def checkout(tmp_path: Path) -> Path:
+def checkout(tmp_path):
     """A copy of what scripts/matrix reads and writes."""
     folder = tmp_path / "checkout"
     ignored = shutil.ignore_patterns("__pycache__")
@@ -99,7 +96,7 @@ def checkout(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def matrix(run, checkout: Path, tmp_path: Path) -> Iterator[Callable[..., Any]]:
+def matrix(run, checkout, tmp_path):
     """Run scripts/matrix of the copy on the unpacked releases."""
 
     def matrix(*arguments: str) -> Any:
@@ -121,7 +118,7 @@ def test_the_script_ends_1_when_a_row_is_red(matrix, unpacked):
 
 
 @pytest.fixture
-def new_vllm(run, checkout: Path, tmp_path: Path, unpacked) -> Callable[[str], Any]:
+def new_vllm(run, checkout, tmp_path, unpacked):
     """Run scripts/new-vllm on an unpacked copy of 0.28.0 under a later number."""
     source = unpacked("vllm-0.28.0")
 

@@ -1,7 +1,5 @@
 """What is kept on objects of vLLM: one attribute, and one object of ours for each class."""
 
-from __future__ import annotations
-
 import ast
 import pickle
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The one line a process says about itself."""
 
-from __future__ import annotations
-
 import logging
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """A status page by itself: its bytes, its file, and what a reader takes for a page."""
 
-from __future__ import annotations
-
 import json
 import os
 import stat

@@ -1,7 +1,5 @@
 """Chunks of several blocks: stored as a whole, and known by the requests that have them."""
 
-from __future__ import annotations
-
 import sys
 from collections import OrderedDict
 from types import ModuleType, SimpleNamespace
@@ -126,7 +124,7 @@ def test_what_nobody_has_is_forgotten(monkeypatch):
 
 
 @pytest.fixture
-def names(monkeypatch: pytest.MonkeyPatch) -> None:
+def names(monkeypatch):
     """vLLM's name of a block with its group."""
     base = ModuleType("vllm.v1.kv_offload.base")
     base.make_offload_key = lambda name, group: name + bytes([group])

@@ -1,7 +1,5 @@
 """What is counted of memory that was given back: seconds, blocks spilled, blocks restored."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +22,7 @@ NONE = {"suspend": 0, "limit": 0, "idle": 0}
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+def clock(monkeypatch):
     now = SimpleNamespace(at=1000.0)
     monkeypatch.setattr("kvpatch.patches.suspend.counts.time.monotonic", lambda: now.at)
     return now

@@ -1,7 +1,5 @@
 """Which engines can be suspended, and how a question and a step reach a suspension."""
 
-from __future__ import annotations
-
 import queue
 import re
 from types import SimpleNamespace
@@ -40,7 +38,7 @@ class MultiConnector(SimpleNamespace):
 
 
 @pytest.fixture
-def vllm(monkeypatch: pytest.MonkeyPatch) -> Any:
+def vllm(monkeypatch):
     """Let this process have a release of vLLM."""
 
     def have(release: str) -> Facts:

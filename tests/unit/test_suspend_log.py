@@ -1,7 +1,5 @@
 """What an engine's log says of memory that it gives back: one line for each, and by whom."""
 
-from __future__ import annotations
-
 import logging
 import re
 from typing import Any
@@ -16,7 +14,7 @@ __all__ = ["worlds"]
 
 
 @pytest.fixture
-def lines(caplog: pytest.LogCaptureFixture) -> Any:
+def lines(caplog):
     caplog.set_level(logging.INFO, logger="vllm.kvpatch")
 
     def lines() -> list[str]:

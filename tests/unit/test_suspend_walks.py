@@ -1,7 +1,5 @@
 """Random walks: verbs, limits, pauses and requests in any order; nothing and no limit is lost."""
 
-from __future__ import annotations
-
 import random
 from contextlib import suppress
 

@@ -1,7 +1,5 @@
 """A suspension and back, in a world without vLLM: nothing is lost, and nobody runs too early."""
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType
 from typing import Any
@@ -31,7 +29,7 @@ def filled(worlds: Any, **options: Any) -> World:
 
 
 @pytest.fixture
-def world(worlds: Any) -> World:
+def world(worlds):
     return filled(worlds)
 
 
@@ -252,7 +250,7 @@ def test_what_the_tier_has_is_not_evicted_for_what_it_has_not(worlds):
 
 
 @pytest.fixture
-def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+def now(monkeypatch):
     """The seconds of a suspension's clock, to be moved."""
     seconds = [100.0]
     monkeypatch.setattr(
@@ -328,7 +326,7 @@ def test_a_limit_that_cannot_be_set_again_leaves_no_request_waiting(world, phase
 
 
 @pytest.fixture
-def inconsistent(monkeypatch: pytest.MonkeyPatch) -> type[Exception]:
+def inconsistent(monkeypatch):
     """kvcached's error after which its engine must not go on."""
     errors = ModuleType("kvcached.errors")
 

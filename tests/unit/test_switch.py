@@ -1,7 +1,5 @@
 """When kvpatch is on, and that it leaves every other program alone."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

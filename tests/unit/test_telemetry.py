@@ -1,7 +1,5 @@
 """Pages, what they say of a process, and the messages to the API servers: no engine."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os
@@ -40,7 +38,7 @@ WAIT = "import sys, time; print('here', flush=True); time.sleep(600)"
 
 
 @pytest.fixture(autouse=True)
-def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_device(monkeypatch):
     """This process has none, which kvcached is asked about; it need not be installed here."""
     monkeypatch.setattr(kvcached_api, "device_memory", lambda: None)
 

@@ -1,7 +1,5 @@
 """What the files of a secondary tier are named after: all ranks, weights and layers."""
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any

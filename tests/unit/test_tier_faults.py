@@ -1,12 +1,10 @@
 """Every call of a tier to the disk made to fail in turn: a fault is a miss and nothing else."""
 
-from __future__ import annotations
-
 import errno
 import mmap
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -60,13 +58,13 @@ class Disk:
 
 
 @pytest.fixture
-def memory() -> Iterator[mmap.mmap]:
+def memory():
     with mmap.mmap(-1, BLOCKS * SIZE) as room:
         yield room
 
 
 @pytest.fixture(params=ERRORS, ids=errno.errorcode.get)
-def disk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Disk:
+def disk(request, monkeypatch):
     return Disk(monkeypatch, request.param)
 
 

@@ -1,7 +1,5 @@
 """Block files: the second in a folder, a moved root, direct I/O, and what stays open."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import stat

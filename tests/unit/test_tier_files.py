@@ -1,7 +1,5 @@
 """Block files: whole or absent, private, and checked against what was stored."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import resource

@@ -3,8 +3,6 @@
 The same with tensors and transformers' configurations: tests/engine/test_tier_fingerprint.py.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 import json
@@ -201,7 +199,7 @@ def mapper(root: Path) -> Any:
 
 
 @pytest.fixture
-def weights(monkeypatch: pytest.MonkeyPatch) -> Weights:
+def weights(monkeypatch):
     made = Weights(lambda: "new", "old")
     monkeypatch.setattr(fingerprint, "_described", "old")
     monkeypatch.setattr(fingerprint, "_weights", made)
@@ -281,7 +279,7 @@ class Linear:
 
 
 @pytest.fixture
-def torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def torch(monkeypatch):
     class Random:
         def __init__(self, size: tuple[int, ...], generator: Any) -> None:
             self.made = (size, generator)

@@ -1,7 +1,5 @@
 """When a tier is late: to the second, and while another thread asks it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from kvpatch.patches.secondary_tiers.timeout import Unanswered

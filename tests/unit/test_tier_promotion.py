@@ -1,7 +1,5 @@
 """Promotion from a secondary tier: what counts as promoted, and when a block is a miss."""
 
-from __future__ import annotations
-
 import errno
 import sys
 from types import ModuleType, SimpleNamespace

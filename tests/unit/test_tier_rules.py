@@ -1,7 +1,5 @@
 """The tiers' rules that need no vLLM: when a tier is late, and what waits behind what."""
 
-from __future__ import annotations
-
 import errno
 import threading
 from dataclasses import dataclass, field

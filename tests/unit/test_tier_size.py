@@ -1,7 +1,5 @@
 """A tier that has a size: the oldest files go first, whoever shares the folder or is killed."""
 
-from __future__ import annotations
-
 import errno
 import mmap
 import multiprocessing

@@ -1,7 +1,5 @@
 """Weights that are replaced in a running engine, and what the tiers do about it."""
 
-from __future__ import annotations
-
 import logging
 from types import SimpleNamespace
 from typing import Any

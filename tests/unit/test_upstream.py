@@ -1,7 +1,5 @@
 """The comparison of the lane upstream, its list and its pins."""
 
-from __future__ import annotations
-
 import pytest
 
 from harness import pins, releases

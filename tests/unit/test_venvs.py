@@ -1,7 +1,5 @@
 """Folders that are made once, for all who want them."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
 

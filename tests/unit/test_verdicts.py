@@ -1,7 +1,5 @@
 """Verdict files: for what they hold, and what they lift."""
 
-from __future__ import annotations
-
 import json
 import os
 from types import SimpleNamespace

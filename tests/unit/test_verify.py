@@ -1,7 +1,5 @@
 """Memory that is not kvcached's: an engine or a worker on it does not start."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from types import ModuleType, SimpleNamespace

@@ -1,7 +1,5 @@
 """Rows left out of an engine: each has a look or a reason, and what was seen is told apart."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Patches that do nothing unless secondary tiers are configured, which recorded runs rely on."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

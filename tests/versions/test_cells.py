@@ -1,16 +1,12 @@
 """Cells of the matrix, one release for each seam; scripts/matrix engine runs all of them."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import pytest
 
 from harness import releases
 from harness.matrix import derive
 from harness.matrix.axes import cells
 from harness.matrix.cells import Engines
-from kvpatch.matrix.verdicts import Cell, Kind
+from kvpatch.matrix.verdicts import Kind
 
 VALIDATED = [
     cell
@@ -21,7 +17,7 @@ VALIDATED = [
 
 
 @pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Engines]:
+def engines(tmp_path_factory):
     """The engines of a release, each wanted run once."""
     work = tmp_path_factory.mktemp("cells")
     made = {vllm: Engines(vllm, work / vllm, print) for vllm in releases.one_for_each_seam()}
@@ -31,6 +27,6 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Engines
 @pytest.mark.parametrize(
     "cell", VALIDATED, ids=lambda cell: "-".join(vars(cell).values()).replace(" ", "-")
 )
-def test_a_validated_cell_still_is(engines: Callable[[str], Engines], cell: Cell) -> None:
+def test_a_validated_cell_still_is(engines, cell):
     outcome = engines(cell.vllm).compare(cell)
     assert outcome["right"], outcome

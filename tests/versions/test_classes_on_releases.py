@@ -1,7 +1,5 @@
 """The engine lane's tests of vLLM's own classes, with the classes of older releases."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 
@@ -28,7 +26,7 @@ SPANS = {
         if vllm != releases.newest_built()  # the engine lane's
     ],
 )
-def test_the_classes_with_kvpatchs_rows(name: str, vllm: str) -> None:
+def test_the_classes_with_kvpatchs_rows(name, vllm):
     file = Path(__file__).parents[1] / "engine" / name
     ended = subprocess.run(
         [python_of(vllm), "-m", "pytest", "-q", "-p", "no:cacheprovider", file],

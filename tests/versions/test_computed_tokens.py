@@ -1,13 +1,11 @@
 """The log-probabilities of a prompt whose blocks are in the CPU tier: all of it is computed."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
 
 from harness import releases
-from harness.engines.oracle import PLAIN, Engine
+from harness.engines.oracle import PLAIN
 from harness.engines.runs import Finished, Run
 
 RUN = Run(rounds=("all", "scored"))
@@ -34,9 +32,7 @@ def gap(ours: Finished, plain: Finished) -> float:
 
 
 @EVERY
-def test_a_prompt_in_the_tier_is_scored_as_plain_vllm_does(
-    engine: Engine, simple: str, vllm: str
-) -> None:
+def test_a_prompt_in_the_tier_is_scored_as_plain_vllm_does(engine, simple, vllm):
     run = replace(RUN, simple=simple, vllm=vllm, asynchronous=True)
     ours = engine(run)
     assert gap(ours, engine(replace(PLAIN, rounds=RUN.rounds, vllm=vllm))) < 1e-4
@@ -51,8 +47,8 @@ def test_a_prompt_in_the_tier_is_scored_as_plain_vllm_does(
     ],
 )
 def test_without_the_row_the_prompt_is_scored_by_memory_that_nobody_wrote(
-    engine: Engine, simple: str, vllm: str, rows: tuple[str, ...]
-) -> None:
+    engine, simple, vllm, rows
+):
     run = replace(RUN, simple=simple, vllm=vllm, asynchronous=True, revert=rows)
     ours = engine(run)
     plain = engine(replace(PLAIN, rounds=RUN.rounds, vllm=vllm))

@@ -1,13 +1,10 @@
 """Debug mode on every validated release, with every connector: it checks, and finds nothing."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from packaging.version import Version
@@ -15,8 +12,8 @@ from packaging.version import Version
 from harness.engines.fences import TOGETHER, Fences
 from harness.engines.multi import INSIDE
 from harness.engines.oracle import PLAIN, assert_same
-from harness.engines.runs import Device, Finished, Run, engine_arguments, load, run_driver
-from harness.engines.tiers import APART, SMALL, Serve, answers, assert_plain, hits, on
+from harness.engines.runs import Finished, Run, engine_arguments, load, run_driver
+from harness.engines.tiers import APART, SMALL, answers, assert_plain, hits, on
 from kvpatch.supported import validated
 from kvpatch.versions import Span
 
@@ -65,7 +62,7 @@ def on_disk(disk: Path, vllm: str) -> Run:
 
 
 @pytest.mark.parametrize(("vllm", "connector"), EVERY)
-def test_two_rounds_are_verified(engine: Engine, tmp_path: Path, vllm: str, connector: str) -> None:
+def test_two_rounds_are_verified(engine, tmp_path, vllm, connector):
     changes = {
         "offloading": {},
         "eager": {"simple": "eager"},
@@ -87,9 +84,7 @@ def test_two_rounds_are_verified(engine: Engine, tmp_path: Path, vllm: str, conn
 
 
 @pytest.mark.parametrize("vllm", validated(CONNECTORS["both inside"]))
-def test_two_rounds_behind_another_connector_are_verified(
-    engine: Engine, models: Callable[..., Path], device: Device, tmp_path: Path, vllm: str
-) -> None:
+def test_two_rounds_behind_another_connector_are_verified(engine, models, device, tmp_path, vllm):
     run = replace(of_release(vllm), inside=INSIDE)
     job = {
         "model": str(models(run.model, run.kv_heads, vllm)),
@@ -107,9 +102,7 @@ def test_two_rounds_behind_another_connector_are_verified(
 
 
 @pytest.mark.parametrize("vllm", validated(CONNECTORS["tiering"]))
-def test_what_a_tier_promotes_is_counted_apart(
-    engine: Engine, serve: Serve, tmp_path: Path, vllm: str
-) -> None:
+def test_what_a_tier_promotes_is_counted_apart(engine, serve, tmp_path, vllm):
     """Device and CPU tier hold less than is asked for, so that all of it is promoted."""
     ended = serve(on_disk(tmp_path, vllm), times=2, engine=SMALL["llama"])
     expected = plain(engine, vllm)
@@ -123,9 +116,7 @@ def test_what_a_tier_promotes_is_counted_apart(
 
 
 @pytest.mark.parametrize("vllm", ["0.24.0", "0.32.0"])
-def test_with_two_ranks_each_worker_verifies_its_part(
-    engine: Engine, serve: Serve, tmp_path: Path, vllm: str
-) -> None:
+def test_with_two_ranks_each_worker_verifies_its_part(engine, serve, tmp_path, vllm):
     """The workers are processes of their own, and hear of promotions with the steps."""
     for found in (0, 640):
         ended = serve(on_disk(tmp_path, vllm), engine={"tensor_parallel_size": 2})
@@ -138,9 +129,7 @@ def test_with_two_ranks_each_worker_verifies_its_part(
 
 
 @pytest.fixture(scope="module")
-def fences(
-    models: Callable[..., Path], device: Device, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str], Fences]:
+def fences(models, device, tmp_path_factory):
     made: dict[str, Fences] = {}
 
     def of(vllm: str) -> Fences:
@@ -161,7 +150,7 @@ def assert_violation(ended: Finished, found: str, request: str) -> None:
 
 
 @pytest.mark.parametrize("vllm", validated(CONNECTORS["offloading"]))
-def test_the_fences_interleavings_are_verified(fences: Callable[[str], Fences], vllm: str) -> None:
+def test_the_fences_interleavings_are_verified(fences, vllm):
     fence = fences(vllm)
     ended, result = fence.debug(*TOGETHER, may_hold=not fence.waits_at_rest)
     assert ended.code == 0, ended.log[-4000:]
@@ -172,7 +161,7 @@ def test_the_fences_interleavings_are_verified(fences: Callable[[str], Fences], 
 
 
 @pytest.mark.parametrize("vllm", validated(CONNECTORS["offloading"]))
-def test_a_load_of_other_bytes_stops_the_engine(fences: Callable[[str], Fences], vllm: str) -> None:
+def test_a_load_of_other_bytes_stops_the_engine(fences, vllm):
     fence = fences(vllm)
     ended, _ = fence.debug("corrupt", may_hold=not fence.waits_at_rest)
     assert_violation(ended, "a load brought other bytes than were stored", "corrupt/a")
@@ -189,8 +178,6 @@ def test_a_load_of_other_bytes_stops_the_engine(fences: Callable[[str], Fences],
     ],
     ids=["a blind fence", "no fence"],
 )
-def test_an_unmapping_under_a_store_stops_the_engine(
-    fences: Callable[[str], Fences], vllm: str, broken: dict[str, Any], found: str
-) -> None:
+def test_an_unmapping_under_a_store_stops_the_engine(fences, vllm, broken, found):
     ended, _ = fences(vllm).debug("finish", **broken)
     assert_violation(ended, found, "finish/a")

@@ -1,15 +1,12 @@
 """Allocations that fail in the middle, because a neighbour took the last page meanwhile."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
 from harness import releases
 from harness.engines.oracle import PLAIN, assert_same
-from harness.engines.runs import Finished, Run
+from harness.engines.runs import Run
 
 ROUNDS = ("long", "long")
 # The model has two groups, so that the blocks of one are there when the other has none: of
@@ -25,9 +22,7 @@ EVERY = pytest.mark.parametrize(
 
 
 @EVERY
-def test_a_failed_allocation_leaves_nothing_behind(
-    engine: Callable[[Run], Finished], vllm: str, runner: str
-) -> None:
+def test_a_failed_allocation_leaves_nothing_behind(engine, vllm, runner):
     run = replace(RUN, vllm=vllm, runner=runner)
     ours = engine(run)
     assert_same(
@@ -38,9 +33,7 @@ def test_a_failed_allocation_leaves_nothing_behind(
 
 
 @pytest.mark.parametrize("vllm", ["0.19.1", "0.27.1"])
-def test_without_the_rollback_the_next_try_ends_the_engine(
-    engine: Callable[[Run], Finished], vllm: str
-) -> None:
+def test_without_the_rollback_the_next_try_ends_the_engine(engine, vllm):
     ours = engine(replace(RUN, vllm=vllm, revert=("elastic_memory.rollback",)))
     assert "KV on elastic memory: yes" in ours.log
     assert ours.code

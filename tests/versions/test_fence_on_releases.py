@@ -1,9 +1,5 @@
 """The fence on other releases: the demonstrations of the engine lane."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +8,6 @@ from packaging.version import Version
 from harness import releases
 from harness.engines.fences import ALONE, BOTH_LOADED, LOST_WITHOUT, TOGETHER, Fences
 from harness.engines.fixtures import SCHEDULING
-from harness.engines.runs import Device
 from kvpatch import supported
 
 # The newest on Runner V1 is what the engine lane runs.
@@ -25,9 +20,7 @@ ON = pytest.mark.parametrize(("vllm", "runner"), RELEASES)
 
 
 @pytest.fixture(scope="module")
-def fences(
-    models: Callable[[str], Path], device: Device, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str, str], Fences]:
+def fences(models, device, tmp_path_factory):
     made = {
         (vllm, runner): Fences(models, device, tmp_path_factory.mktemp("fence"), vllm, runner)
         for vllm, runner in RELEASES
@@ -38,9 +31,7 @@ def fences(
 @ON
 @SCHEDULING
 @EVERY
-def test_with_the_fence_every_stored_block_is_right(
-    fences: Callable[[str, str], Fences], vllm: str, runner: str, scenario: str, asynchronous: bool
-) -> None:
+def test_with_the_fence_every_stored_block_is_right(fences, vllm, runner, scenario, asynchronous):
     result = fences(vllm, runner).run(scenario, asynchronous, fenced=True)
     verdict: dict[str, Any] = result["scenarios"][scenario]
     assert verdict["right"] >= 40
@@ -53,9 +44,7 @@ def test_with_the_fence_every_stored_block_is_right(
 
 
 @ON
-def test_with_two_ranks_every_stored_block_is_right(
-    fences: Callable[[str, str], Fences], vllm: str, runner: str
-) -> None:
+def test_with_two_ranks_every_stored_block_is_right(fences, vllm, runner):
     result = fences(vllm, runner).run("finish", asynchronous=False, fenced=True, ranks=2)
     verdict = result["scenarios"]["finish"]
     assert verdict["right"] >= 2 * 70
@@ -78,17 +67,13 @@ STORES_SKIPPED = ("0.28.0", "0.29.0")
         if name != "window_skip" or vllm in STORES_SKIPPED
     ],
 )
-def test_without_the_fence_blocks_are_lost(
-    fences: Callable[[str, str], Fences], vllm: str, runner: str, scenario: str, asynchronous: bool
-) -> None:
+def test_without_the_fence_blocks_are_lost(fences, vllm, runner, scenario, asynchronous):
     result = fences(vllm, runner).run(scenario, asynchronous, fenced=False)
     assert result["scenarios"][scenario]["wrong"] > 0
 
 
 @ON
-def test_a_block_that_ends_with_a_token_never_computed_is_not_stored(
-    fences: Callable[[str, str], Fences], vllm: str, runner: str
-) -> None:
+def test_a_block_that_ends_with_a_token_never_computed_is_not_stored(fences, vllm, runner):
     result = fences(vllm, runner).run("last_token", asynchronous=False, fenced=True)
     verdict = result["scenarios"]["last_token"]
     assert verdict["right"] == 40  # of 41 blocks
@@ -98,9 +83,7 @@ def test_a_block_that_ends_with_a_token_never_computed_is_not_stored(
 @pytest.mark.parametrize(
     ("vllm", "runner"), [one for one in RELEASES if one[0] in releases.between("0.26", "0.30")]
 )
-def test_without_the_patch_it_is(
-    fences: Callable[[str, str], Fences], vllm: str, runner: str
-) -> None:
+def test_without_the_patch_it_is(fences, vllm, runner):
     result = fences(vllm, runner).run_reverted("last_token", "offloading.last_token")
     verdict = result["scenarios"]["last_token"]
     assert (verdict["right"], verdict["wrong"]) == (40, 1)

@@ -1,10 +1,7 @@
 """A CPU tier in a host pool, on the other releases that it is validated with."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -45,9 +42,7 @@ def compare(start_in_pool: Start, engine: Engine, run: Run) -> list[list[dict[st
 @pytest.mark.parametrize("vllm", others("Offloading"))
 @pytest.mark.parametrize("simple", ["", "eager"])
 @MODELS
-def test_memory_is_committed_on_use_and_given_back(
-    start_in_pool: Start, engine: Engine, model: str, simple: str, vllm: str
-) -> None:
+def test_memory_is_committed_on_use_and_given_back(start_in_pool, engine, model, simple, vllm):
     run = replace(pool_of(SIZE, "use", simple), model=model, vllm=vllm)
     compare(start_in_pool, engine, run)
 
@@ -61,9 +56,7 @@ def test_memory_is_committed_on_use_and_given_back(
     ],
     ids=["hybrid", "latent"],
 )
-def test_memory_of_other_models_is_given_back(
-    start_in_pool: Start, engine: Engine, run: Run, simple: str
-) -> None:
+def test_memory_of_other_models_is_given_back(start_in_pool, engine, run, simple):
     # The rules ask for a run of the matrix, of each kind of model by itself.
     run = replace(run, environment=POOL, simple=simple, forced=UNTIL_IT_RAN)
     compare(start_in_pool, engine, run)
@@ -71,9 +64,7 @@ def test_memory_of_other_models_is_given_back(
 
 @pytest.mark.parametrize("vllm", others("tiering fs"))
 @MODELS
-def test_memory_is_given_back_with_a_disk_behind_it(
-    start_in_pool: Start, engine: Engine, tmp_path: Path, model: str, vllm: str
-) -> None:
+def test_memory_is_given_back_with_a_disk_behind_it(start_in_pool, engine, tmp_path, model, vllm):
     run = replace(pool_of(SIZE, "use"), model=model, vllm=vllm, tiers=(str(tmp_path / "disk"),))
     run = replace(run, environment=(*run.environment, SAME_HASHES))
     *_, last = compare(start_in_pool, engine, run)
@@ -83,9 +74,7 @@ def test_memory_is_given_back_with_a_disk_behind_it(
 
 @pytest.mark.parametrize("vllm", others("Multi"))
 @MODELS
-def test_memory_is_given_back_inside_a_multi_connector(
-    start_in_pool: Start, engine: Engine, model: str, vllm: str
-) -> None:
+def test_memory_is_given_back_inside_a_multi_connector(start_in_pool, engine, model, vllm):
     run = replace(pool_of(SIZE, "use"), model=model, vllm=vllm, inside=("OffloadingConnector",))
     compare(start_in_pool, engine, run)
 
@@ -96,8 +85,8 @@ def test_memory_is_given_back_inside_a_multi_connector(
     + [("disk", vllm) for vllm in others("tiering fs")],
 )
 def test_an_idle_engine_makes_room_and_a_killed_one_leaves_it(
-    start_in_pool: Start, engine: Engine, tmp_path: Path, kind: str, vllm: str
-) -> None:
+    start_in_pool, engine, tmp_path, kind, vllm
+):
     size = 48 << 20
     run = replace(pool_of(size, f"two{kind}", "" if kind == "disk" else kind), vllm=vllm)
     runs = [run, run]

@@ -1,18 +1,12 @@
 """MultiConnector on older releases: the fence finds its connector in it, and Simple is right."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 
 from harness import releases
 from harness.engines.fences import SHARED, TOGETHER, Fences
 from harness.engines.fixtures import LAYOUTS
 from harness.engines.multi import INSIDE, compare_simple_inside
-from harness.engines.oracle import Engine
-from harness.engines.runs import Device, Run
+from harness.engines.runs import Run
 
 RELEASES = releases.between("0.16", before="0.28")
 # Before, a MultiConnector does not give SimpleCPUOffloadConnector the device's blocks (KVP362), and
@@ -28,9 +22,7 @@ class InMulti(Fences):
 
 
 @pytest.fixture(scope="module")
-def fences(
-    models: Callable[[str], Path], device: Device, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str], Fences]:
+def fences(models, device, tmp_path_factory):
     made = {
         vllm: InMulti(models, device, tmp_path_factory.mktemp("fence"), vllm) for vllm in RELEASES
     }
@@ -39,9 +31,7 @@ def fences(
 
 @pytest.mark.parametrize("vllm", RELEASES)
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-def test_with_the_fence_every_stored_block_is_right(
-    fences: Callable[[str], Fences], vllm: str, asynchronous: bool
-) -> None:
+def test_with_the_fence_every_stored_block_is_right(fences, vllm, asynchronous):
     result = fences(vllm).run("finish", asynchronous, fenced=True)
     for scenario in TOGETHER:
         verdict = result["scenarios"][scenario]
@@ -54,7 +44,7 @@ def test_with_the_fence_every_stored_block_is_right(
 
 
 @pytest.mark.parametrize("vllm", LATER)
-def test_without_the_fence_blocks_are_lost(fences: Callable[[str], Fences], vllm: str) -> None:
+def test_without_the_fence_blocks_are_lost(fences, vllm):
     result = fences(vllm).run("finish", asynchronous=False, fenced=False)
     assert result["scenarios"]["finish"]["wrong"] > 0
 
@@ -63,13 +53,13 @@ def test_without_the_fence_blocks_are_lost(fences: Callable[[str], Fences], vllm
 @pytest.mark.parametrize("vllm", LATER)
 @pytest.mark.parametrize("mode", ["eager", "lazy"])
 def test_simple_is_right_in_it_too(
-    engine: Engine,
-    models: Callable[[str], Path],
-    device: Device,
-    tmp_path: Path,
-    vllm: str,
-    mode: str,
-    contiguous: bool,
-) -> None:
+    engine,
+    models,
+    device,
+    tmp_path,
+    vllm,
+    mode,
+    contiguous,
+):
     run = Run(contiguous=contiguous, simple=mode, vllm=vllm)
     compare_simple_inside(run, engine, models(run.model), device, tmp_path)

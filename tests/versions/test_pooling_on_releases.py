@@ -1,15 +1,11 @@
 """Pooling models on the other releases that start them, as on the newest in the lane long."""
 
-from __future__ import annotations
-
 import pytest
 
 from harness import releases
 from harness.engines.fixtures import LAYOUTS
-from harness.engines.oracle import Engine
 from harness.engines.pooled import assert_comes_back
 from harness.engines.runs import Run
-from harness.engines.tiers import Serve
 from kvpatch.patches.offloading.model_rules import POOLED
 from kvpatch.supported import validated
 from kvpatch.upstream import connectors
@@ -26,7 +22,7 @@ OTHERS = [
 @pytest.mark.parametrize("runner", ["v1", "v2"])
 @pytest.mark.parametrize(("vllm", "simple"), OTHERS)
 def test_pooled_states_of_restored_prompts_are_plain_vllms(
-    serve: Serve, engine: Engine, vllm: str, simple: str, runner: str, contiguous: bool
-) -> None:
+    serve, engine, vllm, simple, runner, contiguous
+):
     run = Run(vllm=vllm, runner=runner, simple=simple, contiguous=contiguous)
     assert_comes_back(serve, engine, run)

@@ -4,8 +4,6 @@ Each release has an environment of its own, which scripts/environment makes; the
 run of this lane makes them all.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -35,9 +33,7 @@ EVERY = pytest.mark.parametrize(
 
 @EVERY
 @LAYOUTS
-def test_a_cpu_tier_smaller_than_the_load_evicts_and_stays_right(
-    engine: Engine, vllm: str, runner: str, contiguous: bool
-) -> None:
+def test_a_cpu_tier_smaller_than_the_load_evicts_and_stays_right(engine, vllm, runner, contiguous):
     run = Run(rounds=ROUNDS, vllm=vllm, runner=runner, contiguous=contiguous, cpu_blocks=SMALL_TIER)
     # One at a time: computed anew beside other requests, a block differs in its last digits.
     ours = engine(replace(run, together=1))
@@ -47,9 +43,7 @@ def test_a_cpu_tier_smaller_than_the_load_evicts_and_stays_right(
 
 
 @EVERY
-def test_without_a_connector_kvcached_runs_alone_and_is_elastic(
-    engine: Engine, vllm: str, runner: str
-) -> None:
+def test_without_a_connector_kvcached_runs_alone_and_is_elastic(engine, vllm, runner):
     few = (
         ("KVCACHED_MAX_RESERVED_PAGES", "2"),
         ("KVCACHED_MIN_RESERVED_PAGES", "1"),
@@ -65,7 +59,7 @@ def test_without_a_connector_kvcached_runs_alone_and_is_elastic(
     assert idle["charged"] == idle["resident"] < loaded["charged"]
 
 
-def test_on_0_28_without_the_geometry_patch_runner_v2_corrupts_silently(engine: Engine) -> None:
+def test_on_0_28_without_the_geometry_patch_runner_v2_corrupts_silently(engine):
     """The oracle can fail on this runner too."""
     base = Run(rounds=ROUNDS, runner="v2", vllm="0.28.0")
     broken = engine(replace(base, revert=("offloading.register_kv_caches",)))
@@ -77,7 +71,7 @@ def test_on_0_28_without_the_geometry_patch_runner_v2_corrupts_silently(engine: 
 NEWEST_WITHOUT_V2 = supported.validated(Span(supported.FLOOR, "0.28"))[-1]
 
 
-def test_v1_is_chosen_where_vllm_would_take_v2_as_on_a_gpu(engine: Engine) -> None:
+def test_v1_is_chosen_where_vllm_would_take_v2_as_on_a_gpu(engine):
     """With Triton there and nothing asked for, kvpatch alone keeps this model on V1."""
     vllm = NEWEST_WITHOUT_V2
     ours = engine(Run(rounds=ROUNDS, vllm=vllm, runner="v2"))

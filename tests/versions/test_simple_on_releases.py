@@ -1,14 +1,12 @@
 """SimpleCPUOffloadConnector with sliding windows that an older release keeps only when asked."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
 
 from harness import releases
 from harness.engines.fixtures import LAYOUTS
-from harness.engines.oracle import PLAIN, Engine, assert_same_round, cached
+from harness.engines.oracle import PLAIN, assert_same_round, cached
 
 COUNT = 8  # prompts of 21 blocks on 139
 # What the device cannot keep, the same again, and then more than the CPU tier can keep.
@@ -21,9 +19,7 @@ WINDOWS_ASKED_FOR = releases.between("0.19", before="0.22")
 
 @pytest.mark.parametrize("vllm", WINDOWS_ASKED_FOR)
 @LAYOUTS
-def test_windows_that_were_asked_for_are_right_in_lazy_mode(
-    engine: Engine, vllm: str, contiguous: bool
-) -> None:
+def test_windows_that_were_asked_for_are_right_in_lazy_mode(engine, vllm, contiguous):
     plain = replace(PLAIN, model="sliding", vllm=vllm, rounds=(str(COUNT),) * 2)
     expected = engine(plain).round(0)
     ours = engine(

@@ -1,7 +1,5 @@
 """Suspending, limits and sleep mode on the other releases that they are validated with."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterator
@@ -56,9 +54,7 @@ def of(kind: str, vllm: str, **more: str) -> tuple[str, Run]:
 
 @pytest.mark.parametrize("vllm", OTHERS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_nothing_is_lost_and_every_page_is_given_back(
-    kind: str, vllm: str, device: Device, tmp_path: Path
-) -> None:
+def test_nothing_is_lost_and_every_page_is_given_back(kind, vllm, device, tmp_path):
     name, run = of(kind, vllm)
     with served(run, device, tmp_path) as server:
         first = answers(server)
@@ -84,7 +80,7 @@ def test_nothing_is_lost_and_every_page_is_given_back(
 
 
 @pytest.mark.parametrize("vllm", [one for one in LIMITED if one in OTHERS])
-def test_it_is_limited_from_the_start(vllm: str, device: Device, tmp_path: Path) -> None:
+def test_it_is_limited_from_the_start(vllm, device, tmp_path):
     name, run = of("offloading", vllm, KVPATCH_FIRST_LIMIT="50%")
     with served(run, device, tmp_path) as server:
         engine = control.find(name)
@@ -99,7 +95,7 @@ def test_it_is_limited_from_the_start(vllm: str, device: Device, tmp_path: Path)
 
 @pytest.mark.parametrize("vllm", [one for one in SLEEPING if one in OTHERS])
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_sleeps_and_wakes_up(kind: str, vllm: str, device: Device, tmp_path: Path) -> None:
+def test_it_sleeps_and_wakes_up(kind, vllm, device, tmp_path):
     name, run = of(kind, vllm)
     run = replace(run, settings=(("enable_sleep_mode", True),))
     with served(run, device, tmp_path) as server:

@@ -3,14 +3,10 @@
 Models with latent attention and with state-space layers, and vLLM's other layouts.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from harness.engines.runs import Device
 from harness.matrix.tagged import KINDS, LAYOUTS, RELEASES, look, right
 from kvpatch import supported
 from kvpatch.patches import secondary_tiers, simple_offload, suspend
@@ -32,9 +28,7 @@ FEATURES = {
 
 
 @pytest.fixture(scope="module")
-def tagged(
-    device: Device, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str, bool], dict[str, Any]]:
+def tagged(device, tmp_path_factory):
     """Return what the driver found on a release in one of kvcached's two layouts."""
     found: dict[tuple[str, bool], dict[str, Any]] = {}
 
@@ -50,17 +44,13 @@ def tagged(
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layout", [*LAYOUTS[True], *LAYOUTS[False]])
 @pytest.mark.parametrize("vllm", RELEASES)
-def test_the_connector_copies_the_blocks_that_the_model_writes(
-    tagged: Callable[[str, bool], dict[str, Any]], vllm: str, layout: str, kind: str
-) -> None:
+def test_the_connector_copies_the_blocks_that_the_model_writes(tagged, vllm, layout, kind):
     found = tagged(vllm, layout.startswith("B"))["found"]
     assert right(found, kind, layout), found[f"{kind}-{layout}"]
 
 
 @pytest.mark.parametrize("vllm", RELEASES)
-def test_the_patched_functions_of_a_gpu_worker(
-    tagged: Callable[[str, bool], dict[str, Any]], vllm: str
-) -> None:
+def test_the_patched_functions_of_a_gpu_worker(tagged, vllm):
     worker = dict(tagged(vllm, True)["worker"])
     # From 0.32 on 3 of 50 GiB are weights that another process holds.
     assert worker.pop("budget") == (47 if vllm >= "0.32" else 50)
@@ -71,9 +61,7 @@ def test_the_patched_functions_of_a_gpu_worker(
 
 
 @pytest.mark.parametrize("vllm", RELEASES)
-def test_every_patch_finds_its_target(
-    tagged: Callable[[str, bool], dict[str, Any]], vllm: str
-) -> None:
+def test_every_patch_finds_its_target(tagged, vllm):
     features = dict(tagged(vllm, True)["features"])
     assert features.pop("kvcached-version") == "applied"
     for optional in (simple_offload.FEATURE, secondary_tiers.FEATURE, suspend.FEATURE):

@@ -1,21 +1,17 @@
 """Tiers on other releases: a restart, other layouts, and the faults of disks."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from harness import releases
 from harness.engines.multi import INSIDE
-from harness.engines.oracle import Engine, same_tokens, widest_gap
-from harness.engines.runs import Finished, Run
+from harness.engines.oracle import same_tokens, widest_gap
+from harness.engines.runs import Run
 from harness.engines.tiers import (
     APART,
     FAULTS,
     SMALL,
-    Serve,
     answers,
     assert_comes_back,
     assert_plain,
@@ -28,37 +24,33 @@ OLDER = [vllm for vllm, runner in RELEASES.items() if runner == "v1"]
 
 
 @pytest.fixture(scope="module", params=RELEASES)
-def release(request: pytest.FixtureRequest) -> dict[str, str]:
+def release(request):
     """A release and its runner, as a ``Run`` has them."""
     return {"vllm": request.param, "runner": RELEASES[request.param]}
 
 
 @pytest.fixture(scope="module")
-def plain(engine: Engine, release: dict[str, str]) -> Finished:
+def plain(engine, release):
     """Plain vLLM of the release, which the first prompts are asked."""
     return engine(Run(kvpatch=False, offload=False, rounds=(str(APART),), **release))
 
 
 @pytest.fixture(scope="module")
-def disk(tmp_path_factory: pytest.TempPathFactory, release: dict[str, str]) -> Path:
+def disk(tmp_path_factory, release):
     return tmp_path_factory.mktemp("disk")
 
 
 @pytest.fixture(scope="module")
-def filled(serve: Serve, disk: Path, release: dict[str, str]) -> Finished:
+def filled(serve, disk, release):
     """The first engine on the disk, contiguous; each prompt twice."""
     return serve(on(disk, **release), times=2, watch=True, engine=SMALL["llama"])
 
 
-def test_prompts_the_cpu_tier_evicted_come_back_from_disk(
-    filled: Finished, plain: Finished
-) -> None:
+def test_prompts_the_cpu_tier_evicted_come_back_from_disk(filled, plain):
     assert_comes_back(filled, plain)
 
 
-def test_a_fresh_process_is_served_from_the_disk(
-    filled: Finished, serve: Serve, disk: Path, plain: Finished, release: dict[str, str]
-) -> None:
+def test_a_fresh_process_is_served_from_the_disk(filled, serve, disk, plain, release):
     answers(filled)
     restarted = answers(serve(on(disk, **release)))
     assert_plain(restarted, plain)
@@ -69,13 +61,13 @@ def test_a_fresh_process_is_served_from_the_disk(
     "other", [{"contiguous": False}, {"kvpatch": False}], ids=["non-contiguous", "plain vLLM"]
 )
 def test_an_engine_that_means_other_bytes_finds_nothing_on_the_same_disk(
-    filled: Finished,
-    serve: Serve,
-    disk: Path,
-    plain: Finished,
-    release: dict[str, str],
-    other: dict[str, bool],
-) -> None:
+    filled,
+    serve,
+    disk,
+    plain,
+    release,
+    other,
+):
     answers(filled)
     before = {folder.name for folder in disk.iterdir()}
     records = answers(serve(on(disk, **release, **other)))
@@ -85,9 +77,7 @@ def test_an_engine_that_means_other_bytes_finds_nothing_on_the_same_disk(
 
 
 @pytest.mark.parametrize("release", OLDER, indirect=True)
-def test_after_every_fault_of_the_disk_the_tokens_are_right(
-    serve: Serve, plain: Finished, release: dict[str, str], tmp_path: Path
-) -> None:
+def test_after_every_fault_of_the_disk_the_tokens_are_right(serve, plain, release, tmp_path):
     """One engine; before each time but the first something happens to its disk."""
     run = on(tmp_path / "disk", **release)
     ended = serve(
@@ -103,9 +93,7 @@ def test_after_every_fault_of_the_disk_the_tokens_are_right(
 
 
 @pytest.mark.parametrize("release", OLDER, indirect=True)
-def test_with_two_ranks_a_fresh_process_is_served_from_the_disk(
-    serve: Serve, plain: Finished, release: dict[str, str], tmp_path: Path
-) -> None:
+def test_with_two_ranks_a_fresh_process_is_served_from_the_disk(serve, plain, release, tmp_path):
     """The workers are processes of their own, which find the CPU tier by its name."""
     run = on(tmp_path / "disk", **release)
     for found in (0, 640):
@@ -115,9 +103,7 @@ def test_with_two_ranks_a_fresh_process_is_served_from_the_disk(
 
 
 @pytest.mark.parametrize("release", OLDER, indirect=True)
-def test_inside_a_multi_connector_prompts_come_back_from_disk(
-    serve: Serve, plain: Finished, release: dict[str, str], tmp_path: Path
-) -> None:
+def test_inside_a_multi_connector_prompts_come_back_from_disk(serve, plain, release, tmp_path):
     ended = serve(
         on(tmp_path / "disk", inside=INSIDE, **release),
         times=2,
@@ -129,9 +115,7 @@ def test_inside_a_multi_connector_prompts_come_back_from_disk(
 
 
 @pytest.mark.parametrize("release", OLDER, indirect=True)
-def test_many_prompts_at_once_on_a_cpu_tier_smaller_than_they_are(
-    engine: Engine, release: dict[str, str], tmp_path: Path
-) -> None:
+def test_many_prompts_at_once_on_a_cpu_tier_smaller_than_they_are(engine, release, tmp_path):
     expected = engine(Run(kvpatch=False, offload=False, **release))
     ours = engine(
         replace(on(tmp_path, **release), tiers=(str(tmp_path / "a"), str(tmp_path / "b")))

@@ -4,13 +4,10 @@ Each combination is refused, is found wrong with a byte that is wrong, and start
 verified. A scheduler of the operator's own keeps it refused where the tables have the rest of it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
 import shutil
-from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
@@ -20,7 +17,6 @@ from packaging.version import Version
 
 from harness.engines import plugins
 from harness.engines.operator import FLAGS, Machine, environment_of
-from harness.engines.runs import Device
 
 SIMPLE = {
     "kv_connector": "SimpleCPUOffloadConnector",
@@ -68,11 +64,11 @@ def renamed(release: str, folder: Path) -> str:
 
 @pytest.fixture(scope="module", params=COMBINATIONS)
 def operators(
-    request: pytest.FixtureRequest,
-    models: Callable[[str], Path],
-    device: Device,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> tuple[Machine, Combination]:
+    request,
+    models,
+    device,
+    tmp_path_factory,
+):
     combination = COMBINATIONS[request.param]
     environment = environment_of(device, tmp_path_factory.mktemp("home"))
     if combination.release:
@@ -83,7 +79,7 @@ def operators(
     return machine, combination
 
 
-def test_a_wrong_byte_is_found(operators: tuple[Machine, Combination], tmp_path: Path) -> None:
+def test_a_wrong_byte_is_found(operators, tmp_path):
     machine, combination = operators
     folder = plugins.install(tmp_path, "flip_loaded_bits")
     path = os.pathsep.join([folder, machine.environment["PYTHONPATH"]])
@@ -93,7 +89,7 @@ def test_a_wrong_byte_is_found(operators: tuple[Machine, Combination], tmp_path:
     assert f"[{combination.code}]" in machine.configure()
 
 
-def test_what_is_right_starts_from_then_on(operators: tuple[Machine, Combination]) -> None:
+def test_what_is_right_starts_from_then_on(operators):
     machine, combination = operators
     refused = machine.configure()
     assert f"[{combination.code}]" in refused

@@ -1,22 +1,17 @@
 """Weights that are replaced before vLLM 0.24, whose connectors keep the blocks of the old ones."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from harness import models, releases
 from harness.engines.oracle import same_tokens
 from harness.engines.runs import Run, prompts
-from harness.engines.tiers import Serve
 
 PROMPTS = [[prompt] for prompt in prompts(3)]
 WITH_SIMPLE = releases.between("0.19", before="0.24")
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(tmp_path_factory):
     """The model with other weights."""
     return models.make_model(tmp_path_factory.mktemp("trained") / "llama-4", seed=8)
 
@@ -28,9 +23,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         *((vllm, "eager") for vllm in WITH_SIMPLE),
     ],
 )
-def test_the_call_is_refused_and_the_engine_goes_on_with_its_weights(
-    serve: Serve, trained: Path, vllm: str, simple: str
-) -> None:
+def test_the_call_is_refused_and_the_engine_goes_on_with_its_weights(serve, trained, vllm, simple):
     reload = {"reload": [3], "reload_from": str(trained), "reset_on_reload": {}}
     ended = serve(Run(vllm=vllm, simple=simple), rounds=PROMPTS * 2, **reload)
     rounds = [ended.round(index) for index in range(6)]

@@ -1,7 +1,5 @@
 """A wheel built from the sources, in an environment that has nothing else."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -69,27 +67,25 @@ def build(project: Path, folder: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel(tmp_path_factory):
     """The wheel of the working tree."""
     return build(ROOT, tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.fixture(scope="session")
-def host_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def host_wheel(tmp_path_factory):
     """The wheel of the host device."""
     return build(ROOT / "scripts/hostdevice", tmp_path_factory.mktemp("host-wheel"))
 
 
 @pytest.fixture(scope="session")
-def npu_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def npu_wheel(tmp_path_factory):
     """The wheel of what is for NPUs."""
     return build(ROOT / "scripts/ascend", tmp_path_factory.mktemp("npu-wheel"))
 
 
 @pytest.fixture(scope="session", params=["wheel", "editable"])
-def installed(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Environment:
+def installed(request, tmp_path_factory):
     """kvpatch installed from the wheel, and in place."""
     folder = tmp_path_factory.mktemp("installed")
     if request.param == "wheel":
@@ -102,9 +98,7 @@ def installed(
 
 
 @pytest.fixture(params=["wheel", "sdist", "target", "editable"])
-def alone(
-    request: pytest.FixtureRequest, tmp_path: Path, wheel: Path
-) -> tuple[Environment, dict[str, str]]:
+def alone(request, tmp_path, wheel):
     """kvpatch without kvpatch-hostdevice, and the variables with which Python finds it."""
     environment = Environment(tmp_path / "alone", REQUIREMENTS + BUILD)
     install = partial(environment.pip, "install", "--quiet", "--no-build-isolation")
@@ -124,7 +118,7 @@ def alone(
 
 
 @pytest.fixture
-def fresh(tmp_path: Path, wheel: Path) -> Environment:
+def fresh(tmp_path, wheel):
     """kvpatch installed from the wheel, for a test that changes the environment."""
     environment = Environment(tmp_path / "fresh")
     environment.pip("install", "--quiet", wheel)
@@ -132,7 +126,7 @@ def fresh(tmp_path: Path, wheel: Path) -> Environment:
 
 
 @pytest.fixture
-def bare(tmp_path: Path) -> Environment:
+def bare(tmp_path):
     """An environment without kvpatch."""
     return Environment(tmp_path / "bare")
 
@@ -141,7 +135,7 @@ Modules = Callable[..., set[str]]
 
 
 @pytest.fixture
-def modules(run: Callable[..., object]) -> Modules:
+def modules(run):
     """Return the modules that ``python -c pass`` imports, as the interpreter reports them."""
 
     def modules(python: Path, *flags: str, **environment: str) -> set[str]:

@@ -1,7 +1,5 @@
 """The bill of materials that is built with the wheels."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from datetime import datetime, timezone

@@ -1,7 +1,5 @@
 """What is in the wheels: kvpatch for every machine, and beside it the host device and Ascend."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

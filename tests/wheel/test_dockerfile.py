@@ -3,8 +3,6 @@
 Its other step compiles kvcached's extension against CUDA's, which is not here.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

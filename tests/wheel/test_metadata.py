@@ -1,7 +1,5 @@
 """What an index shows of the wheel."""
 
-from __future__ import annotations
-
 import re
 import zipfile
 from email import message_from_string

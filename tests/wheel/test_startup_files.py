@@ -1,7 +1,5 @@
 """What the installed package does to the start of every Python."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

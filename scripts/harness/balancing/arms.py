@@ -1,7 +1,5 @@
 """Who limits the engines: nobody, an equal part for each, or a policy."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 

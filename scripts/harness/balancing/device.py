@@ -3,8 +3,6 @@
 Whoever has something to compute gets an equal part of the device's time.
 """
 
-from __future__ import annotations
-
 import heapq
 from abc import ABC, abstractmethod
 from collections.abc import Callable

@@ -5,8 +5,6 @@ the device has room for its prompt; a step computes a part of the prompts and fo
 answer. What is computed is stored in the tier at once.
 """
 
-from __future__ import annotations
-
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -10,8 +10,6 @@ Beside it stand fixed parts of the same memory, and one LRU over the blocks of a
 no engine could keep: its memory moves at once, block by block.
 """
 
-from __future__ import annotations
-
 import heapq
 import itertools
 import random

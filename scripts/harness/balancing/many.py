@@ -1,7 +1,5 @@
 """Many models on the memory of few, of which few are busy at a time."""
 
-from __future__ import annotations
-
 import random
 import statistics
 from collections.abc import Callable, Sequence

@@ -10,8 +10,6 @@ They are not in this repository. Lengths, reuse, times and pauses are theirs. Of
 cluster, some conversations are taken.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import dataclass

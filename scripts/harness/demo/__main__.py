@@ -3,8 +3,6 @@
 Run by scripts/demo in the project's environment; continues in that of the chosen release.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

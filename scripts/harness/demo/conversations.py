@@ -4,8 +4,6 @@ Each is about a page of Python's manual, which comes with Python. Both ways get 
 an engine in float32 gives the same tokens whatever runs beside a request.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Sequence

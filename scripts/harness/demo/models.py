@@ -1,7 +1,5 @@
 """The two models of the demo: real ones where they can be had."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path

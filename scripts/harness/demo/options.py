@@ -1,7 +1,5 @@
 """Options of the demo. Standard library only: --help runs before any set-up."""
 
-from __future__ import annotations
-
 import re
 import socket
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The HTML report: one self-contained file."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The run of the demo, in order."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager

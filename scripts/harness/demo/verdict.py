@@ -1,7 +1,5 @@
 """The comparison of the two runs, and whether the demo showed what it claims."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median

@@ -4,8 +4,6 @@ Runs in the environment ``ascend-0.23.0``; prints what each scenario saw as one 
 scenario applies the rows that it names, and reverts them.
 """
 
-from __future__ import annotations
-
 import ctypes
 import importlib
 import json

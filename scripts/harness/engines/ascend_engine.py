@@ -4,8 +4,6 @@ Runs in the environment ``ascend-0.23.0``, with its options as JSON: ``offload``
 ``LOADS``), ``device`` (MiB of KV cache) and ``expected``.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

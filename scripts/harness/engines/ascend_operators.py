@@ -3,8 +3,6 @@
 Runs in the environment ``ascend-0.23.0``.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import threading

@@ -1,7 +1,5 @@
 """``kvpatch balance`` for some engines: by itself it moves the memory of all that run."""
 
-from __future__ import annotations
-
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator

@@ -1,7 +1,5 @@
 """The bytes of every block that comes back, on every rank, inside an engine's process."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

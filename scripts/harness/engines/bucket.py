@@ -3,8 +3,6 @@
 The engines' processes see NIXL alone; what the server needs is not theirs.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

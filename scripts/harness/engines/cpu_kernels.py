@@ -1,7 +1,5 @@
 """What vLLM's kernels for a CPU lack, in torch, for plain vLLM and kvpatch's engines alike."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

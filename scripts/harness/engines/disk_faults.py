@@ -1,7 +1,5 @@
 """What happens to disks, done to the folder of a tier while its engine runs."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What speculative decoding drafts, and what the model accepts of it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

@@ -8,8 +8,6 @@ in use, and, for each block that came back from the CPU tier, whether its bytes 
 the ones it had before it was evicted, read through the model's own KV tensors.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """KV cache events of an engine, against those of plain vLLM on one schedule."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Copies that fail in an engine on the host device, as those of a GPU may."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -8,8 +8,6 @@ scenarios one after another and compares, for each, what the CPU tier holds for 
 blocks it would serve.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import os

@@ -1,7 +1,5 @@
 """Interleavings of frees and transfers: their prompts, and the engines that run them."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable

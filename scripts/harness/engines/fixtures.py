@@ -1,7 +1,5 @@
 """Fixtures of the lanes that run engines: models, host devices, and runs that tests share."""
 
-from __future__ import annotations
-
 import dataclasses
 import fcntl
 import json

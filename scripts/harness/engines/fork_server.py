@@ -12,8 +12,6 @@ standard input, output and errors, and of a pipe to which its process id and exi
 sent.
 """
 
-from __future__ import annotations
-
 import atexit
 import faulthandler
 import gc

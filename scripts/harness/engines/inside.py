@@ -1,7 +1,5 @@
 """What every driver does with an engine in its own process."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from importlib import metadata

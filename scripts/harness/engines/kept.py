@@ -4,8 +4,6 @@ Beside the environment of a release, as vLLM's own cache is, and made once: othe
 want the same wait for it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import fcntl
 import hashlib

@@ -5,8 +5,6 @@ its threads. Whoever waits for the file kills the process, or another one of the
 lets this one go on.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

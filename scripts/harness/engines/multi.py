@@ -1,7 +1,5 @@
 """SimpleCPUOffloadConnector inside vLLM's MultiConnector."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A connector that keeps nothing: company for another inside a MultiConnector."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1, SupportsHMA

@@ -1,7 +1,5 @@
 """The machine of an operator who verifies a command: a model, a device, a home, and the command."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

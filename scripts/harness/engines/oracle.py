@@ -1,7 +1,5 @@
 """Whether an engine did what plain vLLM does: tokens and log-probabilities of the same prompts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

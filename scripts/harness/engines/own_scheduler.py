@@ -1,7 +1,5 @@
 """A scheduler class of an operator's own: what no table calls validated, and is right."""
 
-from __future__ import annotations
-
 from vllm.v1.core.sched.scheduler import Scheduler
 
 

@@ -7,8 +7,6 @@ are in processes of their own, and so are their workers: what they keep is read 
 pages, and restored bytes are compared by debug mode, in which an engine that loads others ends.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """How long an engine of a test may take to do nothing before it is called stuck."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Iterator

@@ -9,8 +9,6 @@ blocks in the same chunks. Each says on standard output how far it is; the asker
 after the holder has gone on, what its blocks are full of, as JSON.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time

@@ -5,8 +5,6 @@ gives one worker a process of its own too. On a GPU they are forks, and one work
 engine's process.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from typing import Any

@@ -3,8 +3,6 @@
 vLLM finds them by an entry point, so before kvcached asks for the fence.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from importlib import metadata

@@ -1,7 +1,5 @@
 """vLLM's own classes of a CPU tier in a host pool, without an engine: what their tests share."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from types import SimpleNamespace

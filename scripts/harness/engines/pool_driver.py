@@ -7,8 +7,6 @@ input is a step; what it saw is in the result when standard output says that it 
 shuts down at the end of the input.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

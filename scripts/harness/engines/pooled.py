@@ -1,7 +1,5 @@
 """Models that are run for their pooled states, with prompts that come back from the CPU tier."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from harness.engines.oracle import PLAIN, Engine

@@ -1,7 +1,5 @@
 """Engines whose CPU tier is in a host pool, each in a process that does one step after another."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -4,8 +4,6 @@ Loaded through vLLM's ``--worker-extension-cls``; it changes nothing until
 ``watch_transfers`` is called over ``collective_rpc``.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 

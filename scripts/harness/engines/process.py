@@ -1,7 +1,5 @@
 """Processes of engines: each a fork of a server that has imported what vLLM imports."""
 
-from __future__ import annotations
-
 import atexit
 import json
 import os

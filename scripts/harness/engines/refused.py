@@ -1,7 +1,5 @@
 """Starts of vLLM that must be refused, as an operator makes them: what they have in common."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

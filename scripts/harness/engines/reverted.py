@@ -5,8 +5,6 @@ test pass that expects it to end without the row. So the process ends with a sta
 which ``run_driver`` raises as an error.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable
 

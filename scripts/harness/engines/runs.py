@@ -1,7 +1,5 @@
 """What engine runs are: engines, devices, prompts, and how a run ended."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

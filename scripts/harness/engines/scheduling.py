@@ -1,7 +1,5 @@
 """Asynchronous scheduling on a CPU, where vLLM turns it off; on a GPU it is the default."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any

@@ -5,8 +5,6 @@
 It and its engine, and workers if it has several, are in a session of their own.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

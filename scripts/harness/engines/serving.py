@@ -1,7 +1,5 @@
 """``vllm serve`` for tests over HTTP."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time

@@ -1,7 +1,5 @@
 """The fence's scenarios for SimpleCPUOffloadConnector, and some of its own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What SimpleCPUOffloadConnector does in this process, counted at its seams."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack

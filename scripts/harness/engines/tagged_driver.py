@@ -7,8 +7,6 @@ kvcached's memory, its coordinator with kvcached's block pool, and the regions t
 OffloadingConnector registers. For each kind of model and each layout it can have.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import os

@@ -1,7 +1,5 @@
 """vLLM's CPU tier with tiers behind it, without an engine: blocks that are full of one byte."""
 
-from __future__ import annotations
-
 import inspect
 import time
 import uuid

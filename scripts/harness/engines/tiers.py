@@ -1,7 +1,5 @@
 """Prompts that come back from a disk behind the CPU tier, one at a time."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from pathlib import Path

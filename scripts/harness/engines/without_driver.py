@@ -7,8 +7,6 @@ A job of ``driver.py``, or of the driver that it names as ``driver``; ``without`
 how it does that, and not at all for a row that another one lies over.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 from collections.abc import Callable, Iterable

@@ -7,8 +7,6 @@ on the oldest that executes it: ``landing`` chooses the fewest. A version is tag
 fresh, where each pair of values of two axes is in a run.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field

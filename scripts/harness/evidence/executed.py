@@ -5,8 +5,6 @@ at its first call: its file and its first line. Forks go on with what they inher
 is started finds ``recording/sitecustomize.py``. A process that is killed has written what it ran.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

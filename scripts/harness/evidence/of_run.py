@@ -1,7 +1,5 @@
 """What one run executed, as units of today's code."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Mapping
 from functools import cache

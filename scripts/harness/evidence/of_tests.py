@@ -8,8 +8,6 @@ since, and the commit it ran on. ``.ci/run`` leaves these out, and says so.
 A pytest plug-in, and that command.
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import json

@@ -4,8 +4,6 @@ What drivers and watchers execute is recorded with kvpatch's own units. What the
 executes is read from its code: the functions that the comparison may call.
 """
 
-from __future__ import annotations
-
 import hashlib
 from functools import cache
 

@@ -1,7 +1,5 @@
 """Archives that the standard library opens: tar in xz, with the sums of their libraries beside."""
 
-from __future__ import annotations
-
 import lzma
 import tarfile
 from pathlib import Path

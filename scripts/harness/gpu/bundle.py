@@ -4,8 +4,6 @@ Part 1 serves the first release, each later one has a release more, and the last
 out of the first one's kernels, in case that the driver minds it.
 """
 
-from __future__ import annotations
-
 import argparse
 import fnmatch
 import json

@@ -7,8 +7,6 @@ scripts/gpu run                    on the machine: the steps, in order of worth
 scripts/gpu run --host             what of them runs without a GPU, on the host device
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import time

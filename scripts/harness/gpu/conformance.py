@@ -3,8 +3,6 @@
 The program is compiled here, as it needs CUDA's headers: those beside torch, or of ``CUDA_HOME``.
 """
 
-from __future__ import annotations
-
 import subprocess
 from importlib.util import find_spec
 from pathlib import Path

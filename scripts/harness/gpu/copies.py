@@ -1,7 +1,5 @@
 """The step ``copies``: an engine's rates against plain copies of as many blocks, one by one."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

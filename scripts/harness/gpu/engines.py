@@ -1,7 +1,5 @@
 """The steps that ask engines of ``vllm serve``, and compare what they answer with what they did."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -5,8 +5,6 @@ architecture, or PTX that the driver compiles. Blanking an entry's bytes moves n
 blank takes no room in an archive.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Iterator
 from typing import NamedTuple

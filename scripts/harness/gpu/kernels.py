@@ -1,7 +1,5 @@
 """The step ``kernels``: kernels that every answer needs, against torch in float32."""
 
-from __future__ import annotations
-
 import torch
 
 from harness.gpu.seen import Job, Seen

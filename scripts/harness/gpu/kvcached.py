@@ -4,8 +4,6 @@ Its own setup.py wants a torch with CUDA. kvcached keeps to torch's stable ABI, 
 has the headers, and of the driver's and CUDA's libraries the names are enough to link.
 """
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

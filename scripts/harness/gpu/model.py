@@ -3,8 +3,6 @@
 python -m harness.gpu.model FOLDER     1.2 billion weights in bfloat16, made on the GPU
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Without that file the same sections say that there is none.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -3,8 +3,6 @@
 A file for which a part has no room goes on in the next one, as NAME.1of2 and NAME.2of2.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 import shutil

@@ -4,8 +4,6 @@ kvcached maps and unmaps pages while an engine runs, and the host pool registers
 extents of a file in ``/dev/shm``.
 """
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import os

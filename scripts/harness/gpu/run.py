@@ -3,8 +3,6 @@
 A step that fails, ends or hangs is a row like others; what it had seen by then is in its file.
 """
 
-from __future__ import annotations
-
 import argparse
 import ctypes
 import json

@@ -1,7 +1,5 @@
 """What a step is asked, and what it saw: in a file of its own from the first fact on."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """The process of one step: python -m harness.gpu.step FUNCTION JOB.json."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import sys

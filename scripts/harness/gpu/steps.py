@@ -1,7 +1,5 @@
 """The steps of ``scripts/gpu run``, in order of worth."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 

@@ -4,8 +4,6 @@ An environment has vLLM, kvcached and kvpatch of its own; behind them are the pa
 parts, and behind these what the Python that runs this has, torch above all.
 """
 
-from __future__ import annotations
-
 import configparser
 import json
 import lzma

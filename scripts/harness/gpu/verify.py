@@ -1,7 +1,5 @@
 """The steps that are runs of ``kvpatch verify``."""
 
-from __future__ import annotations
-
 import shutil
 import time
 from pathlib import Path

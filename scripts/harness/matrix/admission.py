@@ -1,7 +1,5 @@
 """``admitted.json``: the cells that start with more turned on, by the runs that were right."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The axes of the matrix, and the configuration that represents a cell."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache

@@ -6,8 +6,6 @@ every method of that name in ``SCOPE``, the packages between scheduler and KV ca
 many than too few. Two releases with the same functions here run the same code below every row.
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 from collections.abc import Iterator, Mapping

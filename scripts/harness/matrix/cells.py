@@ -1,7 +1,5 @@
 """The engine level: real engines of a release, against the same release without kvpatch."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

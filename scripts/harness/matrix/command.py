@@ -39,8 +39,6 @@ what its row says, a seam with a hole, a cell that starts without a run, one tha
 landing that lacks a run. Runs are recorded of committed code only.
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import json

@@ -1,7 +1,5 @@
 """Cells whose engine gives its memory back between questions: suspended, and when it is idle."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

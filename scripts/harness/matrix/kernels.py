@@ -7,8 +7,6 @@ token differs: the Python of the first does not fit the libraries of the second,
 something else, and a person has to look.
 """
 
-from __future__ import annotations
-
 import sys
 import tempfile
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What moved from one release to the next: the rows' targets, and the text below them."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
 Needs ``scripts/environment ascend-VERSION``.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import dataclass

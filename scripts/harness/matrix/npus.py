@@ -5,8 +5,6 @@ It is given by a recorded run only. Where none is recorded a cell is not validat
 a rule refuses.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import reduce
 from types import SimpleNamespace

@@ -5,8 +5,6 @@ without a connector, by runner, kind of model and feature. Where such an engine 
 engine on a CPU can validate a cell, nor one with more turned on; a GPU may run it.
 """
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from pathlib import Path

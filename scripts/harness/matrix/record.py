@@ -1,7 +1,5 @@
 """Results of the matrix, written to docs/results/matrix."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import subprocess

@@ -11,8 +11,6 @@ named by a digest of what is in it and never changes, and a code by what it stan
 checkouts recorded is right when git merges it, or is refused here.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

@@ -5,8 +5,6 @@ inspected release of vLLM and kvcached; ``scripts/matrix shapes`` reads it from 
 The gates use it as they use the imported objects at start-up.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 from collections.abc import Callable, Collection

@@ -7,8 +7,6 @@ change and call, and so a release with the rows and the functions of a later val
 to it, has its runs.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The Python files of a release, unpacked and not installed."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

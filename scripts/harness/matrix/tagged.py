@@ -4,8 +4,6 @@ It shows what no engine on a CPU can: models with latent attention and state-spa
 releases without kernels for them, and vLLM's other KV layouts.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path

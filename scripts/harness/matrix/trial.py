@@ -6,8 +6,6 @@ person writes it. Environments and models are the checkout's, and results go bac
 turned on beside a connector has such a tree as well, with another ``admitted.json``.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path

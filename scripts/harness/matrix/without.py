@@ -5,8 +5,6 @@ asynchronously and are given a load that ``LOADS`` names; what differs is what w
 looks a row has is in ``without_rows``, with the test that shows its need where no load does.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -5,8 +5,6 @@ else could be seen. ``test`` is there for what no engine of ``LOADS`` comes to: 
 ranks, other users of the machine, damaged files, a metric. ``why`` says what stands in the way.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from harness.matrix.without import Look

@@ -8,8 +8,6 @@ A survivor is equivalent (``verdicts.EQUIVALENT``), seen elsewhere (``verdicts.E
 open: a test is missing.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

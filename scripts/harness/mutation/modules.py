@@ -1,7 +1,5 @@
 """The modules that are mutated, and the tests that are nearest to each."""
 
-from __future__ import annotations
-
 import ast
 from functools import cache
 from pathlib import Path

@@ -4,8 +4,6 @@ The processes are forks of one that has imported pytest, so that most mutants co
 the tests themselves.
 """
 
-from __future__ import annotations
-
 import compileall
 import contextlib
 import io

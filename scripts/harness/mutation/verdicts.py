@@ -1,7 +1,5 @@
 """What is known of mutants that no unit test notices: by module, then by the mutant's id."""
 
-from __future__ import annotations
-
 FEATURES = "kvpatch/patches"
 
 # The change cannot be seen: the reason.

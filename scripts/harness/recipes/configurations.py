@@ -5,8 +5,6 @@ configurations of the models, the kind of KV cache. What only a checkpoint says
 (``kv_cache_scheme``) is not in it.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ Of 66 deployments with vLLM's own offloading or with kvcached, whose commands ar
 and launch files: how many have a feature, and the refusal that it met when they were read.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple

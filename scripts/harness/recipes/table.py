@@ -5,8 +5,6 @@ it prints whether the rules admit it, or the code that refuses it and on what ba
 what can be turned on beside it.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple

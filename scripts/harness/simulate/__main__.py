@@ -2,27 +2,21 @@
 
 python -m harness.simulate --seed 7 --steps 300     one world, replayed by its number
 python -m harness.simulate --seeds 100              seeds 1 to 100
-python -m harness.simulate --minutes 10 --report docs/results/simulation.json
+python -m harness.simulate --minutes 10             as many as that takes
 """
-
-from __future__ import annotations
 
 import argparse
 import os
 import sys
 import tempfile
-from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from harness import console, processes, provenance
+from harness import console, processes
 from harness.model_cache import kept_model
-from harness.simulate.invariants import INVARIANTS
 from kvpatch.environ import HOST_POOL
 
 STEPS = 200
-MUTATION_SEEDS = 60  # within which a mutation is found; most are in the first few
 
 
 def environment(folder: Path, kind: str | None = None) -> dict[str, str]:
@@ -79,7 +73,6 @@ def main() -> int:
         help="offloading, tiers, eager or lazy; pooled, pooled eager or pooled lazy",
     )
     parser.add_argument("--go-on", action="store_true", help="after a seed that fails")
-    parser.add_argument("--report", type=Path, help="write the figures there, as JSON")
     parser.add_argument("--mutate", action="store_true", help="break each component once")
     parser.add_argument("--only", action="append", help="with --mutate: these mutations")
     options = parser.parse_args()
@@ -87,23 +80,17 @@ def main() -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the seeds and write the result."""
+    """Run the seeds."""
     asked = {"seed": options.seed or 1, "steps": options.steps, "kind": options.kind}
     if options.mutate:
         broken = simulate("mutate", seeds=options.seeds or 20, mutations=options.only, **asked)
         return int(any(one["seed"] is None for one in broken.values()))
-    seconds = (options.minutes or 0) * 60
-    with ThreadPoolExecutor() as pool:
-        breaking = None
-        if options.report:
-            breaking = pool.submit(simulate, "mutate", seeds=MUTATION_SEEDS, seconds=seconds)
-        found = simulate(
-            seeds=options.seeds or (10**9 if options.minutes else 1),
-            seconds=seconds,
-            go_on=options.go_on or bool(options.report),
-            **asked,
-        )
-        broken = breaking.result() if breaking is not None else {}
+    found = simulate(
+        seeds=options.seeds or (10**9 if options.minutes else 1),
+        seconds=(options.minutes or 0) * 60,
+        go_on=options.go_on,
+        **asked,
+    )
     for failed in found["failed"]:
         print("\n".join(failed["log"][-12:]))
         print(
@@ -112,32 +99,7 @@ def run(options: argparse.Namespace) -> int:
             + (f" --kind {options.kind}" if options.kind else "")
         )
     print(f"simulate: {found['seeds']} worlds, {found['operations']} operations, {found['counts']}")
-    missed = [name for name, one in broken.items() if one["seed"] is None]
-    if options.report:
-        write(options, found, broken)
-    return int(bool(found["failed"] or missed))
-
-
-def write(options: argparse.Namespace, found: dict[str, Any], broken: dict[str, Any]) -> None:
-    """Write the result file."""
-    command = f"python -m harness.simulate --minutes {options.minutes:g} --steps {options.steps}"
-    head = provenance.header(f"{command} --report {options.report}")
-    violated = Counter(one["invariant"] for one in found["failed"])
-    held = {name: {"what": what, "violations": violated[name]} for name, what in INVARIANTS.items()}
-    result = {
-        "seeds": [1, found["seeds"]],
-        "operations": found["operations"],
-        "engine_steps": found["counts"]["steps"],
-        "seconds": found["seconds"],
-        "worlds": found["kinds"],
-        "happened": found["counts"],
-        "invariants": held,
-        "failed": [
-            {key: one[key] for key in ("seed", "invariant", "what")} for one in found["failed"]
-        ],
-        "mutations": broken,
-    }
-    provenance.write(head | result, options.report)
+    return int(bool(found["failed"]))
 
 
 if __name__ == "__main__":

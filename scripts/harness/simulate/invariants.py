@@ -1,7 +1,5 @@
 """What must always hold."""
 
-from __future__ import annotations
-
 INVARIANTS = {
     "mapped": "no copy and no computation touches an unmapped page",
     "bytes": "a block served from the device, the CPU tier or the disk has the bytes of its hash",
@@ -27,5 +25,6 @@ class Violation(AssertionError):
     """
 
     def __init__(self, invariant: str, what: str) -> None:
+        assert invariant in INVARIANTS
         super().__init__(f"{invariant}: {what}")
         self.invariant = invariant

@@ -3,8 +3,6 @@
 A mutation replaces one attribute of kvpatch, vLLM or kvcached for some worlds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What users, operators, neighbours and faults do: chosen by a seed."""
 
-from __future__ import annotations
-
 import random
 import signal
 import traceback

@@ -4,8 +4,6 @@ The KV of a token depends on all tokens before it, and on the weights. Here it i
 them, so that a block's bytes tell which prompt, position and weights it is of.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 from hashlib import blake2b
 

@@ -4,8 +4,6 @@
 it tests would not be what is released.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Sequence

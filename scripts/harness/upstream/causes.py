@@ -4,8 +4,6 @@ A cause says whose the difference is. One of kvpatch is what it changes on purpo
 that fits no cause makes the lane fail.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

@@ -6,8 +6,6 @@
 scripts/test upstream compares with what is recorded. Both download the tests once.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path

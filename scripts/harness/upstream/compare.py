@@ -1,7 +1,5 @@
 """Compares the runs of a suite: what passes without kvpatch, and not with it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from harness.upstream.causes import VARYING, cause_of

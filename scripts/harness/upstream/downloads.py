@@ -1,7 +1,5 @@
 """The tests of vLLM and kvcached, out of their published sources; pinned, and never in the tree."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil

@@ -6,8 +6,6 @@ described their blocks, a request has a context of its own. All else is real: kv
 allocator and its memory on the host device, and every patch.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import multiprocessing

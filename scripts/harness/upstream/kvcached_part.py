@@ -6,8 +6,6 @@ rows of the host device that do this are taken back. All others stay, but for on
 the same function after one of these.
 """
 
-from __future__ import annotations
-
 import os
 
 # The last applied first.

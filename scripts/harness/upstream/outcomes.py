@@ -3,8 +3,6 @@
 In the process of vLLM's or kvcached's tests; ``harness.upstream.OUTCOMES`` names the file.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

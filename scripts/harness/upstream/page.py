@@ -1,7 +1,5 @@
 """docs/upstream.md, from docs/results/upstream.json."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from harness import markdown

@@ -1,7 +1,5 @@
 """docs/results/upstream.json: what the suites gave, and the tests that may differ."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Runs a suite, without kvpatch or with it, in a process of its own."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

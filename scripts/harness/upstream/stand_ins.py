@@ -4,8 +4,6 @@ No weights: what loads them is deselected. The shapes are the smallest of which 
 still right; the tests that look at a shape look at its windows and its state spaces.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

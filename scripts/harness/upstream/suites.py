@@ -1,7 +1,5 @@
 """The suites of the lane, and what of them does not run here, with the reason."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
