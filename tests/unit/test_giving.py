@@ -516,7 +516,7 @@ def test_nothing_is_stored_ahead_for_an_engine_without_requests(worlds):
 def test_what_is_stored_ahead_is_taken_up_in_pieces_and_not_in_a_step_that_evicts(
     worlds, monkeypatch
 ):
-    monkeypatch.setattr(module, "PIECE", 2)
+    monkeypatch.setattr(module, "AHEAD_IN_A_STEP", 2)
     world = filled(worlds)
     world.giving._share = Shares(pages=1, stores=100)
     world.add("runs", 28).left = 1000

@@ -47,7 +47,7 @@ from kvpatch.upstream import kvcached_api, kvcached_limits
 from kvpatch.upstream.kvcached_api import Page
 
 AHEAD = 1024  # blocks; twice what prompts take in a step of 8,192 tokens
-PIECE = AHEAD // 2  # of them, that are taken up in one step; two milliseconds
+AHEAD_IN_A_STEP = AHEAD // 2  # of them, that are taken up in one step; two milliseconds
 TOGETHER = 1024  # blocks that are evicted in one step, about; 3 ms, and one unmap
 # Pages for one limit. Requests that run may map pages as fast as others are given back.
 MOST_PAGES = 640_000
@@ -292,7 +292,7 @@ class Giving:
         if middle is None or not added(keys[middle]):
             coldest = islice(unused, AHEAD + len(taken))
             cold = (Cached(keys[block], block) for block in coldest if block not in taken)
-            self._spill.add(islice((one for one in cold if not added(one.key)), PIECE))
+            self._spill.add(islice((one for one in cold if not added(one.key)), AHEAD_IN_A_STEP))
 
     def _let_go(self, page: Page, keys: list[bytes]) -> list[int]:
         """Return the blocks to evict of a page whose stores have completed; none if it is used."""
