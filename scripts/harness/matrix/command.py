@@ -160,7 +160,10 @@ def land(arguments: argparse.Namespace) -> int:
         derive.forget()
         found = ages.Evidence(ages.runs())
         chosen = [one for one in found.landing() if one.cell not in tried]
-        say(f"{len(found.wanted())} units and releases without a fresh run: {len(chosen)} engines")
+        wanted = sorted(found.wanted())
+        say(f"{len(wanted)} units and releases without a fresh run: {len(chosen)} engines")
+        for unit, vllm in wanted[:3]:  # the last few are those that no engine may execute any more
+            say(f"    of {unit} on {vllm}")
         for one in chosen:
             say(f"    {one.cell.vllm}: {in_words(one.cell)}")
         if arguments.list or not chosen:
