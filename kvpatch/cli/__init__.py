@@ -12,7 +12,6 @@ import importlib
 import os
 import sys
 from collections.abc import Collection, Sequence
-from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 from kvpatch import bootstrap
@@ -64,6 +63,8 @@ class Parser(argparse.ArgumentParser):
         """Return the options; what is left over is an error of the subcommand that has it."""
         options, rest = super().parse_known_args(*args, **kwargs)
         if rest:
+            from difflib import get_close_matches  # here, because a verb's start is its time
+
             word = rest[0].partition("=")[0]
             near = get_close_matches(word, self._option_string_actions, n=1, cutoff=0.7)
             hint = f"; did you mean {near[0]}?" if near else ""
