@@ -46,4 +46,4 @@ def _sources(readers: tuple[str, ...]) -> Iterator[str]:
         for reader in readers:
             for path in Path(folder).glob(reader):
                 for source in (path,) if path.is_file() else path.rglob("*.py"):
-                    yield source.read_text()
+                    yield source.read_text("utf-8")  # whatever the locale

@@ -51,6 +51,13 @@ def test_a_test_outside_exactly_one_lane_fails_the_collection(collect, place):
     assert f"is in no lane: put it in one of tests/{{{LANES}}}" in done.err
 
 
+def test_a_file_that_does_not_begin_in_time_is_not_run_and_named(collect):
+    done = collect("unit/test_it.py", options=("-p", "harness.begun_by", "--begun-by", "-1"))
+    assert done.code == 0
+    assert "1 skipped" in done.out
+    assert "NOT RUN: tests/unit/test_it.py, as this machine is slow" in done.out
+
+
 def test_the_longest_files_come_first_as_recorded_and_new_ones_before_them(collect, tmp_path):
     durations = tmp_path / "tests/durations.json"
     durations.parent.mkdir()
