@@ -159,26 +159,22 @@ def install_kvcached(version: str, cuda: Path) -> None:
         )
 
 
-def install_kvpatch(version: str) -> None:
-    """Install kvpatch from its wheel, without kvpatch-hostdevice."""
-    with tempfile.TemporaryDirectory() as folder:
-        run(*PIP, "wheel", "--no-deps", "--no-build-isolation", "-w", folder, ROOT)
-        (wheel,) = Path(folder).glob("*.whl")
-        pip = (*PIP, "--python", python_of(version), "install", "--no-deps", "--force-reinstall")
-        run(*pip, wheel)
+def install_kvpatch(version: str, folder: Path) -> None:
+    """Install kvpatch from its wheel, made in ``folder``, without kvpatch-hostdevice."""
+    run(*PIP, "wheel", "--no-deps", "--no-build-isolation", "-w", folder, ROOT)
+    pip = (*PIP, "--python", python_of(version), "install", "--no-deps", "--force-reinstall")
+    run(*pip, *folder.glob("*.whl"))
 
 
 def made(version: str) -> Path:
     """Return the Python of a release's environment, made and with the kvpatch of this tree."""
-    recipe = [Path(__file__), Path(stand_ins.__file__), stand_ins.DRIVER, ROOT / "scripts/pins.txt"]
-    venvs.made(FOLDER / version, digest(recipe), lambda: make(version))
+    parts = [Path(__file__), Path(stand_ins.__file__), stand_ins.DRIVER, ROOT / "scripts/pins.txt"]
+    venvs.made(FOLDER / version, digest(parts), lambda: make(version))
     sources = (one for one in (ROOT / "kvpatch").rglob("*.*") if one.is_file())
     own = sorted(one for one in sources if one.suffix != ".pyc")
-    stamp = FOLDER / version / "kvpatch-made-from"
-    wanted = digest([*own, ROOT / "pyproject.toml"])
-    if not stamp.exists() or stamp.read_text() != wanted:
-        install_kvpatch(version)
-        stamp.write_text(wanted)
+    wheel = FOLDER / version / "kvpatch-wheel"
+    recipe = digest([*own, ROOT / "pyproject.toml"])
+    venvs.made(wheel, recipe, lambda: install_kvpatch(version, wheel))
     return python_of(version)
 
 
