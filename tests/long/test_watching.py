@@ -207,7 +207,7 @@ def test_status_of_an_engine_at_work(served):
 
     def ask() -> None:
         while not ended.is_set():  # one may be over before anybody has looked
-            answer = requests.post(f"{served.server.url}/v1/completions", json=body, timeout=60)
+            answer = requests.post(f"{served.server.url}/v1/completions", json=body, timeout=600)
             assert answer.ok, answer.text
 
     with ThreadPoolExecutor(1) as pool:
@@ -341,7 +341,7 @@ def test_what_the_killed_engine_left_behind_is_named_and_stays(served):
     assert len(left) == 2  # the pool, and the folder of its workers' sockets
     try:
         for path in left:  # the doctor counts them where there are more
-            assert eventually(lambda path=path: str(path) in served.kvpatch("clean").stdout)
+            assert eventually(lambda path=path: str(path) in served.kvpatch("clean").stdout, 120)
             assert path.exists()
     finally:
         left[0].unlink()
