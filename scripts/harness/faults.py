@@ -18,17 +18,17 @@ ELSEWHERE = {
         (
             "a block file is truncated, and the block is computed again",
             "a miss; the file is removed and stored again",
-            "test_a_truncated_file_is_a_miss_and_is_stored_again",
+            "test_a_file_that_is_not_what_was_stored_is_a_miss_and_is_stored_again",
         ),
         (
             "one bit of a block file has changed",
-            "a miss; the file is removed",
-            "test_a_file_with_one_bit_changed_is_a_miss",
+            "a miss; the file is removed and stored again",
+            "test_a_file_that_is_not_what_was_stored_is_a_miss_and_is_stored_again",
         ),
         (
             "a block file lies in the place of another block's",
-            "a miss; the file is removed",
-            "test_a_file_in_another_blocks_place_is_a_miss",
+            "a miss; the file is removed and stored again",
+            "test_a_file_that_is_not_what_was_stored_is_a_miss_and_is_stored_again",
         ),
         (
             "somebody removes the tier's folder",

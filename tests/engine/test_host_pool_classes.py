@@ -5,10 +5,8 @@ import os
 import random
 import signal
 import traceback
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -64,9 +62,7 @@ def pool(monkeypatch, tmp_path):
 class Engine(InPool):
     """An engine with a tier, whose scheduler and workers are the test."""
 
-    def __init__(
-        self, chunks: int = 40, ranks: int = 1, policy: str = "lru", blocks: int = 0
-    ) -> None:
+    def __init__(self, chunks=40, ranks=1, policy="lru", blocks=0):
         from vllm.v1.kv_offload import base
         from vllm.v1.kv_offload.cpu import gpu_worker
         from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
@@ -98,15 +94,15 @@ class Engine(InPool):
         self.jobs = itertools.count()
         self.requests = itertools.count()
 
-    def request(self) -> Any:
+    def request(self):
         context = self.base.ReqContext(req_id=f"{next(self.requests)}")
         self.manager.on_new_request(context)
         return context
 
-    def key(self, number: int) -> Any:
+    def key(self, number):
         return self.base.make_offload_key(number.to_bytes(16, "little"), 0)
 
-    def store(self, *numbers: int, complete: bool = True) -> Any:
+    def store(self, *numbers, complete=True):
         """Store blocks whose bytes are told by their numbers; None if the store waits."""
         context = self.request()
         output = self.manager.prepare_store([self.key(one) for one in numbers], context)
@@ -119,15 +115,19 @@ class Engine(InPool):
             for view in self.views:
                 view[int(chunk)] = number % 127
 
-        def end() -> None:
+        def end():
             self.manager.complete_store(output.keys_to_store, context)
             self.extents.report(job, 1)
+            return list(map(int, output.store_spec.block_ids))
 
-        if complete:
-            end()
-        return end if not complete else list(map(int, output.store_spec.block_ids))
+        return end() if complete else end
 
-    def put(self, *numbers: int) -> list[int]:
+    def fill(self, count):
+        """Store this many blocks, an extent at a time."""
+        for number in range(0, count, ROW_PER_EXTENT):
+            self.put(*range(number, number + ROW_PER_EXTENT))
+
+    def put(self, *numbers):
         """Store blocks, and wait for memory as a request does."""
         for _ in range(10):
             chunks = self.store(*numbers)
@@ -136,13 +136,13 @@ class Engine(InPool):
             self.turn()
         raise AssertionError("the store waits for ever")
 
-    def hit(self, number: int) -> bool:
+    def hit(self, number):
         return self.manager.lookup(self.key(number), self.request()) in (
             self.base.LookupResult.HIT,
             True,
         )
 
-    def load(self, *numbers: int) -> Callable[[], None]:
+    def load(self, *numbers):
         """Begin to load blocks, whose bytes must be right; return what ends the load."""
         context = self.request()
         keys = [self.key(one) for one in numbers]
@@ -150,7 +150,7 @@ class Engine(InPool):
         job = next(self.jobs)
         self.extents.begin(job, spec.block_ids, 1)
 
-        def end() -> None:
+        def end():
             for number, chunk in zip(numbers, spec.block_ids, strict=True):
                 for view in self.views:
                     assert bool((view[int(chunk)] == number % 127).all()), "wrong bytes"
@@ -159,7 +159,7 @@ class Engine(InPool):
 
         return end
 
-    def copy(self, blocks: list[int], spec: Any, load: bool) -> int:
+    def copy(self, blocks, spec, load):
         """Let every worker copy between its blocks and chunks; return the job."""
         job = next(self.jobs)
         self.extents.begin(job, spec.block_ids, len(self.workers))
@@ -171,7 +171,7 @@ class Engine(InPool):
                 assert worker.submit_store(job, on_device, spec)
         return job
 
-    def wait(self, job: int) -> None:
+    def wait(self, job):
         """Wait for copies, and report their end."""
         for worker in self.workers:
             worker.wait({job})
@@ -179,7 +179,7 @@ class Engine(InPool):
                 assert result.success
                 self.extents.report(result.job_id, 1)
 
-    def check(self) -> None:
+    def check(self):
         """The kernel, the ledger, the device and the extents agree."""
         super().check()
         for one in self.regions:
@@ -195,7 +195,7 @@ class Engine(InPool):
             }
             assert ours == expected
 
-    def close(self) -> None:
+    def close(self):
         self.views.clear()
         for worker in self.workers:
             worker.shutdown()  # cleans its region up
@@ -205,7 +205,7 @@ class Engine(InPool):
         self.pooled.close()
 
 
-def registered() -> dict[int, int]:
+def registered():
     """The ranges that are registered with the host device."""
     from kvpatch.hostdevice.copies import HostRegistration
 
@@ -215,9 +215,9 @@ def registered() -> dict[int, int]:
 @pytest.fixture
 def started():
     """Start engines, which end with the test."""
-    engines: list[Engine] = []
+    engines = []
 
-    def start(**options: Any) -> Engine:
+    def start(**options):
         engines.append(Engine(**options))
         return engines[-1]
 
@@ -317,8 +317,7 @@ def test_vllms_workers_copy_into_extents_and_out_of_them(started, ranks):
 
 def test_after_a_reset_the_memory_is_back_but_for_one_extent(started):
     one = started()
-    for number in range(0, 32, 4):
-        one.put(*range(number, number + 4))
+    one.fill(32)
     assert one.kernel() >= 8 * MIB
     end = one.load(1, 2)
     one.manager.reset_cache()
@@ -334,8 +333,7 @@ def test_after_a_reset_the_memory_is_back_but_for_one_extent(started):
 
 def test_the_coldest_blocks_go_for_another_engine_and_routers_hear_of_it(started):
     one = started()
-    for number in range(0, 16, 4):
-        one.put(*range(number, number + 4))
+    one.fill(16)
     list(one.manager.take_events())
     one.load(0)()  # the first extent is the hottest
     one.keeper.member.answer()
@@ -385,11 +383,10 @@ def test_blocks_in_transfers_stay_until_they_end(started, pool):
 def test_a_step_before_what_has_to_go_is_evicted(started, pool, policy):
     """The scheduler has the lock between two extents: their chunks are not handed out again."""
     one = started(chunks=16, policy=policy)
-    for number in range(0, 16, 4):
-        one.put(*range(number, number + 4))
+    one.fill(16)
     evict, stored = one.keeper._evict, []
 
-    def step_first(index: int) -> int:
+    def step_first(index):
         one.keeper._evict = evict
         stored.append(one.store(100, 101))
         return int(evict(index))
@@ -408,7 +405,7 @@ def test_a_reset_keeps_the_keeper_out(started):
     one = started()
     one.put(1, 2)
 
-    def reset() -> bool:
+    def reset():
         with ThreadPoolExecutor() as keeper:
             free = keeper.submit(one.pooled.lock.acquire, False).result()
         one.manager.reset_cache()
@@ -423,7 +420,7 @@ def test_a_long_life(started, pool, policy, seed):
     """Blocks that are found have their bytes, and memory is what is counted, whatever happens."""
     source = random.Random(seed)
     one = started(chunks=30, policy=policy)
-    ends: list[Any] = []
+    ends = []
     loaded = 0
     for _ in range(400):
         what = source.random()
@@ -502,7 +499,7 @@ def test_a_worker_in_a_process_of_its_own_has_the_same_extents(pool):
     engine_id, chunks = f"test-{os.urandom(8).hex()}", 16
     part = pool_classes.part(engine_id, chunks * ROW, ranks=2)
 
-    def view_of(rank: int) -> tuple[Any, Any]:
+    def view_of(rank):
         one = pool_classes.region(engine_id, chunks, ROW, rank, ranks=2)
         gpu_worker.pin_mmap_region(one)
         return one, one.create_next_worker_view(ROW // 2)

@@ -6,7 +6,6 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -24,7 +23,7 @@ from kvpatch.pool import ledger, stripes
 from kvpatch.pool.extents import Extents
 from kvpatch.pool.keeper import Keeper
 from kvpatch.pool.member import View
-from kvpatch.pool.ranks import Failed
+from kvpatch.pool.ranks import Failed, Ranks
 
 BLOCKS, BLOCK = 41, 1 << 18  # the first is the null block; bytes of one
 PER = 4
@@ -34,34 +33,34 @@ EXTENT = PER * BLOCK
 class Ledger:
     """The part of an engine that has a pool for itself, and a limit that a test sets."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit):
         self.limit, self.committed, self.floor, self.counted = limit, 0, 0, True
 
-    def take(self, size: int) -> bool:
+    def take(self, size):
         if self.committed + size > self.limit:
             return False
         self.committed += size
         return True
 
-    def give(self, size: int) -> None:
+    def give(self, size):
         self.committed -= size
 
-    def look(self, resident: int, coldest: float, reuse: float) -> View:
+    def look(self, resident, coldest, reuse):
         return View(self.limit, self.committed, [], 0)
 
 
 class Memory:
     """What is committed; its bytes are gone when it is given back."""
 
-    def __init__(self) -> None:
-        self.bytes: dict[int, Any] = {}  # what each block of a committed extent has
+    def __init__(self):
+        self.bytes = {}  # what each block of a committed extent has
 
-    def commit(self, offset: int, size: int) -> None:
+    def commit(self, offset, size):
         for chunk in range(offset // BLOCK, (offset + size) // BLOCK):
             assert chunk not in self.bytes
             self.bytes[chunk] = None
 
-    def punch(self, offset: int, size: int) -> None:
+    def punch(self, offset, size):
         for chunk in range(offset // BLOCK, (offset + size) // BLOCK):
             del self.bytes[chunk]
 
@@ -69,7 +68,7 @@ class Memory:
 class Tier:
     """The connector's pool over extents, with a keeper whose turns a test takes."""
 
-    def __init__(self, limit: int = 5 * EXTENT) -> None:
+    def __init__(self, limit=5 * EXTENT):
         from vllm.v1.core.block_pool import BlockPool
 
         self.now = 1000.0
@@ -77,33 +76,27 @@ class Tier:
         self.extents = Extents(BLOCKS - simple.NULL, BLOCK, EXTENT, lambda: self.now)
         self.memory, self.ledger = Memory(), Ledger(limit)
         workers = SimpleNamespace(register=lambda *_: None, deregister=lambda *_: None)
-        self.keeper = Keeper(
-            self.extents,
-            self.memory,  # type: ignore[arg-type]
-            self.ledger,  # type: ignore[arg-type]
-            workers,  # type: ignore[arg-type]
-            threading.RLock(),
-            lambda index: self.queue.evict(index),
-            lambda: self.now,
-        )
+        evict, clock = lambda index: self.queue.evict(index), lambda: self.now
+        world = self.extents, self.memory, self.ledger, workers
+        self.keeper = Keeper(*world, threading.RLock(), evict, clock)
         self.planner = SimpleNamespace(cpu_block_pool=self.pool)
         self.queue = simple.put(self.planner, self.keeper)
         self.pool.enable_kv_cache_events = True
         self.keys = 0
 
-    def turn(self, times: int = 1) -> None:
+    def turn(self, times=1):
         for _ in range(times):
             self.now += 0.1
             self.keeper.turn()
 
-    def new(self, count: int) -> list[Any]:
+    def new(self, count):
         """Blocks that a store writes to."""
         blocks = self.pool.get_new_blocks(count)
         for block in blocks:
             assert block.block_id - simple.NULL in self.memory.bytes
         return blocks
 
-    def store(self, blocks: list[Any]) -> list[bytes]:
+    def store(self, blocks):
         """Complete a store: the blocks are cached, and nobody uses them."""
         keys = []
         for block in blocks:
@@ -115,10 +108,13 @@ class Tier:
         self.pool.free_blocks(blocks)
         return keys
 
-    def find(self, key: bytes) -> Any:
+    def find(self, key):
         return self.pool.cached_block_hash_to_block.get_one_block(key)
 
-    def check(self) -> None:
+    def reset(self):
+        return simple.around_reset(self.pool.reset_prefix_cache, self.planner, (), {})
+
+    def check(self):
         """Every block is in use, cached, free in an extent, or without memory; one of these."""
         used = cached = 0
         for block in self.pool.blocks[simple.NULL :]:
@@ -142,6 +138,14 @@ class Tier:
         self.queue.counting = False
 
 
+@pytest.fixture
+def tier():
+    """A tier that has memory for an extent, and may grow."""
+    made = Tier()
+    made.turn()
+    return made
+
+
 def test_blocks_are_handed_out_when_there_is_memory():
     tier = Tier()
     assert tier.pool.get_num_free_blocks() == 0
@@ -155,17 +159,7 @@ def test_blocks_are_handed_out_when_there_is_memory():
     tier.check()
 
 
-def test_while_it_can_grow_nothing_is_evicted():
-    tier = Tier()
-    tier.turn()
-    keys = tier.store(tier.new(PER))
-    assert tier.pool.get_num_free_blocks() == 0
-    assert all(tier.find(key) is not None for key in keys)
-
-
-def test_what_is_free_is_offered_alone_while_it_can_grow():
-    tier = Tier()
-    tier.turn()
+def test_what_is_free_is_offered_alone_while_it_can_grow(tier):
     tier.store(tier.new(2))
     assert tier.pool.get_num_free_blocks() == PER - 2
     tier.ledger.limit = EXTENT
@@ -173,11 +167,10 @@ def test_what_is_free_is_offered_alone_while_it_can_grow():
     assert tier.pool.get_num_free_blocks() == PER
 
 
-def test_a_store_that_waited_long_enough_evicts():
-    tier = Tier()
-    tier.turn()
+def test_while_it_can_grow_only_a_store_that_waited_long_enough_evicts(tier):
     keys = tier.store(tier.new(PER))
     assert tier.pool.get_num_free_blocks() == 0
+    assert all(tier.find(key) is not None for key in keys)
     for _ in range(30):  # somebody asks in every step, and no memory comes
         tier.now += 0.1
         if tier.pool.get_num_free_blocks():
@@ -192,7 +185,7 @@ def test_a_store_that_waited_long_enough_evicts():
 
 def test_a_full_pool_evicts_in_vllms_order():
     tier = Tier(limit=2 * EXTENT)
-    keys: list[bytes] = []
+    keys = []
     while len(keys) < 2 * PER:
         tier.turn()
         keys += tier.store(tier.new(min(PER, tier.pool.get_num_free_blocks())))
@@ -208,9 +201,7 @@ def test_a_full_pool_evicts_in_vllms_order():
     tier.check()
 
 
-def test_more_than_there_is_is_nobodys():
-    tier = Tier()
-    tier.turn()
+def test_more_than_there_is_is_nobodys(tier):
     with pytest.raises(MemoryError, match="5 CPU blocks"):
         tier.queue.popleft_n(5)
     tier.check()
@@ -219,7 +210,7 @@ def test_more_than_there_is_is_nobodys():
 
 def test_a_lower_limit_evicts_what_nobody_uses():
     tier = Tier()
-    keys: list[bytes] = []
+    keys = []
     for _ in range(4):
         tier.turn(2)
         keys += tier.store(tier.new(PER))
@@ -236,9 +227,7 @@ def test_a_lower_limit_evicts_what_nobody_uses():
     tier.check()
 
 
-def test_a_block_whose_extent_has_to_go_is_not_handed_out():
-    tier = Tier()
-    tier.turn()
+def test_a_block_whose_extent_has_to_go_is_not_handed_out(tier):
     tier.store(tier.new(PER))
     tier.turn()
     tier.ledger.limit = 0
@@ -257,19 +246,16 @@ def test_a_reset_gives_all_of_it_back():
     for _ in range(4):
         tier.turn(2)
         tier.store(tier.new(PER))
-    done = simple.around_reset(tier.pool.reset_prefix_cache, tier.planner, (), {})
-    assert done
+    assert tier.reset()
     assert tier.extents.used == 0
     tier.turn(2)
     assert tier.ledger.committed <= EXTENT
     tier.check()
 
 
-def test_a_tier_in_use_is_not_reset():
-    tier = Tier()
-    tier.turn()
+def test_a_tier_in_use_is_not_reset(tier):
     (block,) = tier.new(1)
-    assert not simple.around_reset(tier.pool.reset_prefix_cache, tier.planner, (), {})
+    assert not tier.reset()
     assert block.block_id - simple.NULL in tier.extents.open[0].held
     tier.check()
 
@@ -284,10 +270,8 @@ def test_blocks_without_memory_are_not_shown_as_used():
     assert not tier.queue.counting
 
 
-def test_a_block_stored_twice_is_free_again():
+def test_a_block_stored_twice_is_free_again(tier):
     """vLLM lets the second one go without a hash."""
-    tier = Tier()
-    tier.turn()
     blocks = tier.new(2)
     tier.pool.free_blocks(blocks)
     assert tier.extents.used == 0
@@ -299,7 +283,7 @@ def test_nothing_is_evicted_while_vllm_looks():
     scheduler = SimpleNamespace()
     state.attach(scheduler, Pooled(tier.extents, tier.keeper, tier.keeper.lock, 1))
 
-    def taken_by_another() -> bool:
+    def taken_by_another():
         with ThreadPoolExecutor() as pool:
             return pool.submit(tier.keeper.lock.acquire, False).result()
 
@@ -310,22 +294,22 @@ def test_nothing_is_evicted_while_vllm_looks():
 class Play(RuleBasedStateMachine):
     """Stores, hits, copies held, limits and resets in any order."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.tier = Tier()
-        self.under_way: list[list[Any]] = []
-        self.held: list[Any] = []
-        self.keys: list[bytes] = []
+        self.under_way = []
+        self.held = []
+        self.keys = []
 
     @rule(wanted=st.integers(1, 9))
-    def begin_a_store(self, wanted: int) -> None:
+    def begin_a_store(self, wanted):
         count = min(wanted, self.tier.pool.get_num_free_blocks())
         if count:
             self.under_way.append(self.tier.new(count))
 
     @precondition(lambda self: self.under_way)
     @rule(lost=st.booleans())
-    def end_a_store(self, lost: bool) -> None:
+    def end_a_store(self, lost):
         blocks = self.under_way.pop(0)
         if lost:
             self.tier.pool.free_blocks(blocks)
@@ -334,7 +318,7 @@ class Play(RuleBasedStateMachine):
 
     @precondition(lambda self: self.keys)
     @rule(number=st.integers(0, 1 << 16))
-    def begin_a_load(self, number: int) -> None:
+    def begin_a_load(self, number):
         key = self.keys[number % len(self.keys)]
         block = self.tier.find(key)
         if block is not None:
@@ -344,29 +328,28 @@ class Play(RuleBasedStateMachine):
 
     @precondition(lambda self: self.held)
     @rule(number=st.integers(0, 1 << 16))
-    def end_a_load(self, number: int) -> None:
+    def end_a_load(self, number):
         key, block = self.held.pop(number % len(self.held))
         assert self.tier.memory.bytes[block.block_id - simple.NULL] == key
         self.tier.pool.free_blocks([block])
 
     @rule()
-    def look(self) -> None:
+    def look(self):
         self.tier.turn()
 
     @rule(extents=st.integers(0, 10))
-    def move_the_limit(self, extents: int) -> None:
+    def move_the_limit(self, extents):
         self.tier.ledger.limit = extents * EXTENT
 
     @rule()
-    def reset(self) -> None:
-        done = simple.around_reset(self.tier.pool.reset_prefix_cache, self.tier.planner, (), {})
-        assert done == (not self.under_way and not self.held)
+    def reset(self):
+        assert self.tier.reset() == (not self.under_way and not self.held)
 
     @invariant()
-    def all_is_well(self) -> None:
+    def all_is_well(self):
         self.tier.check()
 
-    def teardown(self) -> None:
+    def teardown(self):
         for blocks in self.under_way:
             self.tier.pool.free_blocks(blocks)
         for _, block in self.held:
@@ -399,17 +382,17 @@ def home(monkeypatch):
 class Device:
     """What is registered with a device, as CUDA would take it: each range once."""
 
-    def __init__(self) -> None:
-        self.ranges: dict[int, int] = {}
+    def __init__(self):
+        self.ranges = {}
         self.room = 1 << 30
 
-    def pin(self, tensor: Any) -> None:
+    def pin(self, tensor):
         if len(self.ranges) >= self.room:
             raise RuntimeError("cudaHostRegister failed")
         assert tensor.data_ptr() not in self.ranges
         self.ranges[tensor.data_ptr()] = tensor.nbytes
 
-    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+    def cudaHostUnregister(self, address):  # noqa: N802
         return 0 if self.ranges.pop(address, None) else 1
 
 
@@ -423,114 +406,119 @@ def device(monkeypatch):
     return made
 
 
-def worker(rank: int = 0, ranks: int = 1) -> Any:
-    config = SimpleNamespace(
-        kv_transfer_config=SimpleNamespace(engine_id="one"),
-        parallel_config=SimpleNamespace(rank=rank, world_size=ranks),
-    )
-    return SimpleNamespace(vllm_config=config)
+class Workers:
+    """Workers that have mapped a tier, and their engine's memory."""
+
+    def __init__(self, home, device, ranks):
+        record = ledger.record_of(home, "one")
+        record.touch(0o600)
+        (home / "one.mmap").touch(0o600)
+        self.listening = Ranks(ledger.socket_of(record))
+        caches = {"a": torch.zeros((9, 4096), dtype=torch.int8), "b": torch.zeros((9, 2, 4096))}
+        self.handlers = [self.handler(rank, ranks) for rank in range(ranks)]
+        self.every = [simple_region.Shared(one, device.pin) for one in self.handlers]
+        self.tensors = [one.map(caches, BLOCKS) for one in self.every]
+        told = [one.about for one in self.listening.accept(ranks)]
+        file = os.open(home / "one.mmap", os.O_RDWR)
+        self.memory, self.extents = lay_out(file, 1 << 20, told)
+
+    def handler(self, rank, ranks):
+        config = SimpleNamespace(
+            kv_transfer_config=SimpleNamespace(engine_id="one"),
+            parallel_config=SimpleNamespace(rank=rank, world_size=ranks),
+        )
+        return SimpleNamespace(vllm_config=config)
+
+    def end(self):
+        self.tensors.clear()
+        self.listening.close()
+        self.memory.close()
+        while self.every:
+            self.every.pop().close()
 
 
-def begin(home: Path, device: Device, ranks: int = 1) -> tuple[Any, Any, list[Any]]:
-    """Workers that have mapped a tier, its engine's memory, and their tensors."""
-    from kvpatch.pool.ranks import Ranks
-
-    record = ledger.record_of(home, "one")
-    record.touch(0o600)
-    (home / "one.mmap").touch(0o600)
-    listening = Ranks(ledger.socket_of(record))
-    caches = {"a": torch.zeros((9, 4096), dtype=torch.int8), "b": torch.zeros((9, 2, 4096))}
-    every = [simple_region.Shared(worker(rank, ranks), device.pin) for rank in range(ranks)]
-    tensors = [one.map(caches, BLOCKS) for one in every]
-    told = [one.about for one in listening.accept(ranks)]
+def lay_out(file, extent, told):
     pool = SimpleNamespace(num_gpu_blocks=BLOCKS)
-    tier = connected.SimpleTier(SimpleNamespace(cpu_block_pool=pool))
-    file = os.open(home / "one.mmap", os.O_RDWR)
-    memory, extents = tier.lay_out(file, 1 << 20, told)
-    return (listening, memory, extents), every, tensors
+    return connected.SimpleTier(SimpleNamespace(cpu_block_pool=pool)).lay_out(file, extent, told)
 
 
-def end(engine: Any, every: list[Any]) -> None:
-    listening, memory, _ = engine
-    listening.close()
-    memory.close()
-    for one in every:
-        one.close()
+@pytest.fixture
+def workers(home, device):
+    started = []
+
+    def start(ranks=1):
+        started.append(Workers(home, device, ranks))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.end()
+    assert device.ranges == {}, "it is registered still"
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_workers_have_a_view_of_each_region(home, device, ranks):
-    engine, every, tensors = begin(home, device, ranks)
-    _, memory, extents = engine
+def test_workers_have_a_view_of_each_region(workers, ranks):
+    made = workers(ranks)
+    extents = made.extents
     assert extents.chunk_bytes == ranks * (4096 + 2 * 4 * 4096)
     for index in range(extents.count):
-        memory.commit(*extents.place(index))
-    for number, found in enumerate(tensors):
+        made.memory.commit(*extents.place(index))
+    for number, found in enumerate(made.tensors):
         assert found["a"].shape == (BLOCKS, 4096)
         assert found["b"].shape == (BLOCKS, 2, 4096)
         assert found["b"].dtype == torch.float32
         for block in range(1, BLOCKS):
             found["a"][block] = block
             found["b"][block] = number * 1000 + block
-    assert memory.committed == extents.chunks * extents.chunk_bytes
-    for number, found in enumerate(tensors):
+    assert made.memory.committed == extents.chunks * extents.chunk_bytes
+    for number, found in enumerate(made.tensors):
         for block in range(1, BLOCKS):
             assert bool((found["a"][block] == block).all())
             assert bool((found["b"][block] == number * 1000 + block).all())
-    del tensors, found
-    end(engine, every)
 
 
-def test_a_connector_that_shuts_down_deregisters_all(home, device):
-    engine, every, _ = begin(home, device)
-    listening, _, extents = engine
-    listening.register(*extents.place(0))
-    connector = SimpleNamespace(worker_handler=worker())
-    state.attach(connector.worker_handler, every[0])
+def test_a_connector_that_shuts_down_deregisters_all(workers, device):
+    made = workers()
+    made.listening.register(*made.extents.place(0))
+    connector = SimpleNamespace(worker_handler=made.handlers[0])
+    state.attach(connector.worker_handler, made.every.pop())
     simple_region.around_shutdown(lambda: None, connector, (), {})
     assert device.ranges == {}
     assert state.find(connector.worker_handler, simple_region.Shared) is None
     simple_region.around_shutdown(lambda: None, connector, (), {})  # again is no fault
-    end(engine, [])
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_an_extent_is_registered_region_by_region(home, device, ranks):
-    engine, every, _ = begin(home, device, ranks)
-    listening, _, extents = engine
-    place = extents.place(1)
-    listening.register(*place)
+def test_an_extent_is_registered_region_by_region(workers, device, ranks):
+    made = workers(ranks)
+    place = made.extents.place(1)
+    made.listening.register(*place)
     assert len(device.ranges) == 2 * ranks
     assert sum(device.ranges.values()) == place[1]
-    listening.deregister(*place)
+    made.listening.deregister(*place)
     assert device.ranges == {}
-    listening.register(*place)
-    end(engine, every)
-    assert device.ranges == {}, "it is registered still"
+    made.listening.register(*place)  # until they end
 
 
-def test_a_device_that_registers_one_region_only_has_none(home, device):
-    engine, every, _ = begin(home, device)
-    listening, _, extents = engine
+def test_a_device_that_registers_one_region_only_has_none(workers, device):
+    made = workers()
     device.room = 1
     with pytest.raises(Failed):
-        listening.register(*extents.place(0))
+        made.listening.register(*made.extents.place(0))
     assert device.ranges == {}
     device.room = 2
-    listening.register(*extents.place(0))
+    made.listening.register(*made.extents.place(0))
     assert len(device.ranges) == 2
-    end(engine, every)
 
 
-def test_workers_that_do_not_agree_are_seen(tmp_path):
-    tier = connected.SimpleTier(
-        SimpleNamespace(cpu_block_pool=SimpleNamespace(num_gpu_blocks=BLOCKS))
-    )
-    with (tmp_path / "tier").open("wb") as file:
-        same = stripes.pack((4096,))
-        with pytest.raises(Failed, match="different regions"):
-            tier.lay_out(file.fileno(), EXTENT, [same, stripes.pack((8192,))])
-        with pytest.raises(Failed, match="different regions"):
-            tier.lay_out(file.fileno(), EXTENT, [same, b"nonsense of 9b"])
-        with pytest.raises(Failed, match="different numbers of blocks"):
-            tier.lay_out(file.fileno(), EXTENT, [same])
+@pytest.mark.parametrize(
+    ("others", "what"),
+    [
+        ([stripes.pack((8192,))], "different regions"),
+        ([b"nonsense of 9b"], "different regions"),
+        ([], "different numbers of blocks"),
+    ],
+)
+def test_workers_that_do_not_agree_are_seen(tmp_path, others, what):
+    with (tmp_path / "tier").open("wb") as file, pytest.raises(Failed, match=what):
+        lay_out(file.fileno(), EXTENT, [stripes.pack((4096,)), *others])

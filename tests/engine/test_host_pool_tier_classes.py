@@ -5,9 +5,6 @@ What a disk reads from or writes into while the pool takes it back stays until t
 
 import os
 import threading
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -57,7 +54,7 @@ def pool(monkeypatch):
 class PooledTiers(InPool, Tiers):
     """A CPU tier in the pool with a disk behind it, stepped as the scheduler steps them."""
 
-    def __init__(self, folder: Path, blocks: int) -> None:
+    def __init__(self, folder, blocks):
         from vllm.v1.kv_offload import base
         from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
@@ -71,16 +68,16 @@ class PooledTiers(InPool, Tiers):
         self.tier = self.manager.secondary_tiers[0]
         self.join(part, self.manager, self.primary)
 
-    def step(self) -> None:
+    def step(self):
         self.pooled.promotions = 0
         super().step()
         self.turn()
 
-    def store(self, *numbers: int, ended: bool = False) -> None:
+    def store(self, *numbers, ended=False):
         """Store blocks, block n full of bytes n, and wait for memory as a request does."""
         self.begin(*numbers)()
 
-    def begin(self, *numbers: int) -> Callable[[], None]:
+    def begin(self, *numbers):
         """Begin to store blocks; return what completes it."""
         context = self.request()
         keys = [self.key(number) for number in numbers]
@@ -94,19 +91,19 @@ class PooledTiers(InPool, Tiers):
         for key, chunk in zip(output.keys_to_store, rows_of(output.store_spec), strict=True):
             np.asarray(self.primary.get_kv_memoryview())[int(chunk)] = key[31]
 
-        def complete() -> None:
+        def complete():
             self.manager.complete_store(output.keys_to_store, context)
             self.manager.on_request_finished(context)
 
         return complete
 
-    def rest(self) -> None:
+    def rest(self):
         """Let the disk do all that it was asked to."""
         self.tier.drain_jobs()
         self.step()
         self.step()  # in one that looked before, nothing is asked again
 
-    def close(self) -> None:
+    def close(self):
         try:
             self.manager.shutdown()
         finally:
@@ -116,9 +113,9 @@ class PooledTiers(InPool, Tiers):
 
 @pytest.fixture
 def tiers(tmp_path):
-    made: list[PooledTiers] = []
+    made = []
 
-    def make(blocks: int = 24) -> PooledTiers:
+    def make(blocks=24):
         made.append(PooledTiers(tmp_path / "disk", blocks))
         return made[-1]
 
@@ -131,11 +128,11 @@ def tiers(tmp_path):
 class Held:
     """Calls to the disk that wait until they are let go."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.began, self.go_on = threading.Event(), threading.Event()
 
-    def before(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def held(*args: Any) -> Any:
+    def before(self, call):
+        def held(*args):
             self.began.set()
             assert self.go_on.wait(60)
             return call(*args)

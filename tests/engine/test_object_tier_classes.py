@@ -2,10 +2,8 @@
 
 import ctypes
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from test_tier_classes import rows  # noqa: F401
@@ -32,31 +30,31 @@ class Store:
         refuses: whether a call that submits these names returns nothing or ``ERR``, or raises.
     """
 
-    def __init__(self) -> None:
-        self.objects: dict[str, bytes] = {}
+    def __init__(self):
+        self.objects = {}
         self.answers = True
-        self.fails: Callable[[str, list[str]], bool] = lambda way, names: False
-        self.refuses: Callable[[str, list[str]], bool] = lambda call, names: False
-        self.moved: list[tuple[str, list[str]]] = []
+        self.fails = lambda way, names: False
+        self.refuses = lambda call, names: False
+        self.moved = []
         self.registered = 0
 
-    def agent(self, name: str, config: Any) -> "Agent":
+    def agent(self, name, config):
         return Agent(self)
 
 
 class Agent:
     """What the tier calls of NIXL: prepared lists are of (address, bytes) and of (name, bytes)."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store):
         self.store = store
 
-    def create_backend(self, name: str, parameters: dict[str, str]) -> None:
+    def create_backend(self, name, parameters):
         assert (name, parameters["bucket"]) == ("OBJ", "blocks")
 
-    def query_memory(self, asked: list[Any], memory: str, backend: str) -> list[Any]:
+    def query_memory(self, asked, memory, backend):
         return [{} if name in self.store.objects else None for *_, name in asked]
 
-    def register_memory(self, places: list[Any], memory: str) -> Any:
+    def register_memory(self, places, memory):
         named = [name for *_, name in places]
         if self.store.refuses("raise", named):
             raise RuntimeError("NIXL_ERR_BACKEND")
@@ -65,27 +63,27 @@ class Agent:
         self.store.registered += 1
         return SimpleNamespace(trim=lambda: [(name, size) for _, size, _, name in places])
 
-    def deregister_memory(self, registered: Any) -> None:
+    def deregister_memory(self, registered):
         self.store.registered -= 1
 
-    def prep_xfer_dlist(self, agent: str, places: list[Any], memory: str = "") -> Any:
+    def prep_xfer_dlist(self, agent, places, memory=""):
         if agent == "ObjAgent" and self.store.refuses("prepare", [name for name, _ in places]):
             return None
         return [one[:2] for one in places]
 
-    def release_dlist_handle(self, prepared: Any) -> None:
+    def release_dlist_handle(self, prepared):
         assert prepared
 
-    def make_prepped_xfer(self, way: str, local: Any, at: Any, remote: Any, all_of: Any) -> Any:
+    def make_prepped_xfer(self, way, local, at, remote, all_of):
         if self.store.refuses("make", [name for name, _ in remote]):
             return None
         return way, [local[place] for place in at], [remote[place] for place in all_of]
 
-    def transfer(self, handle: Any) -> str:
+    def transfer(self, handle):
         _, _, named = handle
         return "ERR" if self.store.refuses("transfer", [name for name, _ in named]) else "PROC"
 
-    def check_xfer_state(self, handle: Any) -> str:
+    def check_xfer_state(self, handle):
         way, places, named = handle
         names = [name for name, _ in named]
         if not self.store.answers:
@@ -103,10 +101,10 @@ class Agent:
         self.store.moved.append((way, names))
         return "DONE"
 
-    def release_xfer_handle(self, handle: Any) -> None:
+    def release_xfer_handle(self, handle):
         pass
 
-    def get_xfer_telemetry(self, handle: Any) -> Any:
+    def get_xfer_telemetry(self, handle):
         return SimpleNamespace(xferDuration=1)
 
 
@@ -120,9 +118,9 @@ def store(monkeypatch):
 
 @pytest.fixture
 def tiers(rows, store, tmp_path):  # noqa: F811
-    made: list[Tiers] = []
+    made = []
 
-    def start(**changes: Any) -> Tiers:
+    def start(**changes):
         made.append(Tiers(tmp_path, **{"tiers": [TIER]} | changes))
         return made[-1]
 
@@ -133,7 +131,7 @@ def tiers(rows, store, tmp_path):  # noqa: F811
     assert store.registered == 0
 
 
-def names(store: Store, suffix: str) -> list[str]:
+def names(store, suffix):
     return [name for name in store.objects if name.endswith(suffix)]
 
 
@@ -196,7 +194,7 @@ def test_a_transfer_that_fails_is_a_block_that_is_computed_again(tiers, store, w
 CALLS = ["register", "prepare", "make", "transfer", "raise"]
 
 
-def refusing(refused: str, suffix: str) -> Callable[[str, list[str]], bool]:
+def refusing(refused, suffix):
     return lambda call, names: call == refused and names[0].endswith(suffix)
 
 

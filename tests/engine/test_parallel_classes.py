@@ -3,7 +3,6 @@
 import pickle
 from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -42,7 +41,7 @@ def test_a_rank_that_is_idle_releases_pages_before_each_of_its_dummy_batches():
     """While others run, ranks of a mixture of experts step with batches that no row sees."""
     from vllm.v1.engine.core import DPEngineCoreProc
 
-    order: list[str] = []
+    order = []
     scheduler = SimpleNamespace(
         has_requests=lambda: False, has_unfinished_requests=lambda: False, connector=None
     )
@@ -50,14 +49,14 @@ def test_a_rank_that_is_idle_releases_pages_before_each_of_its_dummy_batches():
         capture_physical_release_marker=lambda: 1,
         release_retired_pages_through=lambda marker: order.append("release"),
     )
-    made: Any = SimpleNamespace()
+    made = SimpleNamespace()
     state.attach(manager, Fenced(made, manager, scheduler))
     scheduler.kv_cache_manager = SimpleNamespace(
         block_pool=SimpleNamespace(kv_cache_manager=manager)
     )
 
-    class Rank(DPEngineCoreProc):  # type: ignore[misc]
-        def __init__(self) -> None:
+    class Rank(DPEngineCoreProc):
+        def __init__(self):
             self.scheduler = scheduler
             self.model_executor = SimpleNamespace(
                 is_sleeping=False, execute_dummy_batch=lambda: order.append("dummy")
@@ -69,20 +68,20 @@ def test_a_rank_that_is_idle_releases_pages_before_each_of_its_dummy_batches():
             self.eep_scaling_state = None
             self.rounds = 3
 
-        def _handle_shutdown(self) -> bool:
+        def _handle_shutdown(self):
             self.rounds -= 1
             return self.rounds >= 0
 
-        def _process_input_queue(self) -> None: ...
+        def _process_input_queue(self): ...
 
-        def _maybe_publish_request_counts(self) -> None: ...
+        def _maybe_publish_request_counts(self): ...
 
-        def post_step(self, model_executed: bool) -> None: ...
+        def post_step(self, model_executed): ...
 
-        def capture_iteration_details(self, output: Any) -> Any:
+        def capture_iteration_details(self, output):
             return nullcontext()
 
-        def _has_global_unfinished_reqs(self, local: bool) -> bool:
+        def _has_global_unfinished_reqs(self, local):
             return True
 
     with pytest.raises(SystemExit):

@@ -2,7 +2,6 @@
 
 from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from packaging.version import Version
@@ -39,7 +38,7 @@ def rows():
     transaction.revert_to(0)
 
 
-def applied(rows: Transaction, *ids: str) -> list[str]:
+def applied(rows, *ids):
     return [one.patch.id for one in rows.applied if one.patch.id in ids]
 
 
@@ -48,20 +47,20 @@ class Tier:
 
     lock = nullcontext()  # from 0.33 on the connector takes it
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.resets = 0
 
-    def reset_cache(self) -> None:
+    def reset_cache(self):
         self.resets += 1
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         return lambda *args: None
 
 
 class Planner:
     """vLLM's scheduler side with one request, which is running."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler
 
         of = scheduler.OffloadingConnectorScheduler
@@ -93,7 +92,7 @@ class Planner:
         made._update_req_states = lambda output: None
         made._build_partial_tail_store_jobs = made._build_store_jobs = lambda output: {}
 
-    def job(self, store: bool) -> int:
+    def job(self, store):
         """Begin a copy of the request; a load is given to the workers in the next step."""
         made, number = self.real, self.real._job_counter
         made._job_counter += 1
@@ -103,7 +102,7 @@ class Planner:
             made._current_batch_load_jobs[number] = f"load {number}"
         return number
 
-    def reset_requests(self) -> None:
+    def reset_requests(self):
         """Reset the device's cache as an operator does, with vLLM's scheduler; "one" runs."""
         from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (
             OffloadingConnector,
@@ -120,7 +119,7 @@ class Planner:
         scheduler._preempt_request = lambda request, timestamp: None
         assert scheduler.reset_prefix_cache(True)
 
-    def step(self, preempted: tuple[str, ...] = ()) -> Any:
+    def step(self, preempted=()):
         """Plan a step; return what the workers are given."""
         output = SimpleNamespace(
             preempted_req_ids=set(preempted), finished_req_ids=set(), scheduled_new_reqs=[]
@@ -249,7 +248,7 @@ def test_without_the_rows_its_blocks_are_written_while_they_are_stored(rows):
     assert NAMED
 
 
-def look_up(planner: Planner) -> Any:
+def look_up(planner):
     """Ask how much of the request can be loaded; nothing of it is in the tier."""
     group = SimpleNamespace(block_ids=[7, 8])
     planner.status.group_states = [group]

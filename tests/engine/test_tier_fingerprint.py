@@ -26,7 +26,7 @@ sample = fingerprint.sample_weights
 class Model(torch.nn.Module):
     """Every kind of tensor that a model has."""
 
-    def __init__(self, theta: float = 1e4, packed: bool = False) -> None:
+    def __init__(self, theta=1e4, packed=False):
         super().__init__()
         torch.manual_seed(0)
         self.wide = torch.nn.Linear(300, 200)
@@ -52,7 +52,7 @@ class Model(torch.nn.Module):
             self.packed = [weight]  # the library's, of which the model knows nothing
 
 
-def changed(name: str, place: Any, packed: bool = False) -> str:
+def changed(name, place, packed=False):
     """The digest after some values of one tensor changed."""
     model = Model(packed=packed)
     with torch.no_grad():
@@ -74,46 +74,39 @@ def test_rope_is_in_a_buffer_that_is_not_saved():
     assert sample(model) != sample(Model())
 
 
-@pytest.mark.parametrize("name", ["norm", "sinks", "wide.bias"])
-@pytest.mark.parametrize("place", [0, 3, 7])
-def test_every_value_of_a_vector_counts(name, place):
+# What may be the only difference: of a vector, a scalar, experts, a stack of stacks, matrices.
+PLACES = {
+    "norm": [0, 3, 7],
+    "sinks": [0, 3, 7],
+    "wide.bias": [0, 3, 7],
+    "scale": [()],
+    "experts": range(0, 128, 7),
+    "stack": [(0, 0), (0, 15), (1, 3), (1, 15)],
+    "wide.weight": [0, 1, 57, 199],
+    "turned": [0, 1, 57, 199],
+    "embedding.weight": [0, 1, 57, 199],
+    "quantized": [slice(100, 103)],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "place"), [(name, place) for name, places in PLACES.items() for place in places]
+)
+def test_every_value_counts(name, place):
     assert changed(name, place) != sample(Model())
 
 
-def test_a_scalar_counts():
-    assert changed("scale", ()) != sample(Model())
-
-
-@pytest.mark.parametrize("expert", range(0, 128, 7))
-def test_every_expert_counts(expert):
-    assert changed("experts", expert) != sample(Model())
-
-
-@pytest.mark.parametrize("place", [(0, 0), (0, 15), (1, 3), (1, 15)])
-def test_every_matrix_of_a_stack_of_stacks_counts(place):
-    assert changed("stack", place) != sample(Model())
-
-
-@pytest.mark.parametrize("name", ["wide.weight", "turned", "embedding.weight"])
-@pytest.mark.parametrize("row", [0, 1, 57, 199])
-def test_every_row_of_a_matrix_counts(name, row):
-    assert changed(name, row) != sample(Model())
-
-
-def test_quantized_values_count():
-    assert changed("quantized", slice(100, 103)) != sample(Model())
+def digest(tensor, name="a"):
+    made = Samples()
+    made.add(name, tensor)
+    return made.digest()
 
 
 def test_a_tensor_of_another_name_dtype_or_shape_is_another():
-    def digest(name: str, tensor: torch.Tensor) -> str:
-        made = Samples()
-        made.add(name, tensor)
-        return made.digest()
-
     zeros = torch.zeros(8, 4)
-    assert digest("a", zeros) == digest("a", torch.zeros(8, 4))
-    other = [("b", zeros), ("a", zeros.view(4, 8)), ("a", zeros.int()), ("a", zeros[:0])]
-    assert len({digest(*one) for one in other} | {digest("a", zeros)}) == 5
+    assert digest(zeros) == digest(torch.zeros(8, 4))
+    others = [digest(one) for one in (zeros.view(4, 8), zeros.int(), zeros[:0])]
+    assert len({digest(zeros), digest(zeros, "b"), *others}) == 5
 
 
 @pytest.mark.parametrize(
@@ -131,19 +124,14 @@ def test_a_tensor_of_another_name_dtype_or_shape_is_another():
     ids=str,
 )
 def test_every_dtype_is_read(dtype):
-    def digest(values: torch.Tensor) -> str:
-        made = Samples()
-        made.add("a", values.to(dtype))
-        return made.digest()
-
-    assert digest(torch.zeros(300, 100)) != digest(torch.ones(300, 100))
+    assert digest(torch.zeros(300, 100).to(dtype)) != digest(torch.ones(300, 100).to(dtype))
 
 
 def test_few_transfers_for_many_tensors(monkeypatch):
     transfers = []
     joined = torch.cat
 
-    def counted(tensors: list[torch.Tensor]) -> torch.Tensor:
+    def counted(tensors):
         transfers.append(len(tensors))
         return joined(tensors)
 
@@ -169,7 +157,7 @@ def test_large_tensors_are_sampled_in_every_few_rows():
     assert len(set(torch.cat(diagonals(stack)).tolist())) == len(stack)
 
 
-def numbered(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+def numbered(*shape, dtype=torch.int32):
     """A tensor in which every value is its place in the memory."""
     return torch.arange(math.prod(shape)).view(shape).to(dtype)
 
@@ -202,12 +190,12 @@ def test_the_same_values_count_in_every_release_of_kvpatch():
 
 def test_a_batch_is_transferred_once_it_is_full(monkeypatch):
     """The device's memory for what is joined, and the host's, are bounded."""
-    transfers: list[int] = []
+    transfers = []
     monkeypatch.setattr(
         torch, "cat", lambda parts: transfers.append(len(parts)) or torch.hstack(parts)
     )
 
-    def after(limit: int, *values: int) -> list[int]:
+    def after(limit, *values):
         transfers.clear()
         monkeypatch.setattr(samples, "_BATCH", limit)
         made = Samples()
@@ -226,16 +214,16 @@ def test_values_of_two_devices_or_sizes_are_not_joined(monkeypatch):
     class Values:
         is_meta, dtype, shape = False, "x", (1,)
 
-        def __init__(self, device: str, size: int) -> None:
+        def __init__(self, device, size):
             self.device, self.element_size = device, lambda: size
 
-        def numel(self) -> int:
+        def numel(self):
             return 1
 
-        def detach(self) -> Any:
+        def detach(self):
             return self
 
-    joined: list[Any] = []
+    joined = []
     monkeypatch.setattr(samples, "diagonals", lambda tensor: [tensor])
     monkeypatch.setattr(
         Samples, "_transfer", lambda self, key: joined.append(self._batches.pop(key))
@@ -250,9 +238,7 @@ def test_values_of_two_devices_or_sizes_are_not_joined(monkeypatch):
 
 
 def test_tensors_without_values_are_named():
-    made = Samples()
-    made.add("a", torch.empty(2, 3, device="meta"))
-    assert made.digest() != Samples().digest()
+    assert digest(torch.empty(2, 3, device="meta")) != Samples().digest()
 
 
 @pytest.mark.parametrize("row", [0, 77, 199])
@@ -265,7 +251,7 @@ def test_weights_that_a_library_has_packed_count(row):
 # The configuration
 
 
-def configured(**changes: Any) -> Any:
+def configured(**changes):
     """A ``VllmConfig`` of vLLM, as far as it is read; ``changes`` have ``__`` for the dot."""
     model = SimpleNamespace(
         hf_config=LlamaConfig(num_hidden_layers=1, vocab_size=8),
@@ -291,7 +277,7 @@ def configured(**changes: Any) -> Any:
     return made
 
 
-def named(**changes: Any) -> str:
+def named(**changes):
     return json.dumps(fingerprint.configuration(configured(**changes)), sort_keys=True)
 
 
@@ -343,7 +329,7 @@ def test_values_are_plain_and_the_same_in_every_process():
     assert json.loads(written)["1"][0] == {"inner": ['"a"', '"b"']}
 
 
-def layer(**changes: Any) -> dict[str, Any]:
+def layer(**changes):
     implementation = SimpleNamespace(scale=0.125, sliding_window=(-1, -1), logits_soft_cap=0.0)
     made = SimpleNamespace(impl=implementation, _k_scale_float=1.0, kv_cache_dtype="auto")
     for name, value in changes.items():
@@ -373,7 +359,7 @@ def test_an_attention_layer_counts(changes):
 class Worker:
     """A worker of vLLM with two layers in one region, and its KV connector."""
 
-    def __init__(self, model: Any = None, offset: int = 0, dtype: Any = torch.float16) -> None:
+    def __init__(self, model=None, offset=0, dtype=torch.float16):
         memory = torch.zeros(4, 64, dtype=dtype)
         half = 32
         caches = {"a": memory[:, :half], "b": memory[:, half:]}
@@ -392,7 +378,7 @@ class Worker:
         row = memory.shape[1] * memory.element_size()
         state.attach(self.connector.connector_worker, Rows([(memory.data_ptr(), row)]))
 
-    def describe(self, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    def describe(self, monkeypatch):
         from vllm.distributed import kv_transfer
 
         monkeypatch.setattr(kv_transfer, "get_kv_transfer_group", lambda: self.connector)
@@ -426,7 +412,7 @@ def test_a_worker_describes_all_of_it(monkeypatch):
 class Core:
     """An ``EngineCore`` whose workers describe themselves as given."""
 
-    def __init__(self, *descriptions: Any, tiers: bool = True) -> None:
+    def __init__(self, *descriptions, tiers=True):
         extra = {"spec_name": "TieringOffloadingSpec", "secondary_tiers": [{"type": "fs"}] * tiers}
         transfer = SimpleNamespace(
             kv_connector="OffloadingConnector",
@@ -438,10 +424,10 @@ class Core:
         self.files = [{"an id": (1, number)} for number in range(len(descriptions))]
         self.model_executor = SimpleNamespace(collective_rpc=self.ask)
 
-    def ask(self, call: Any) -> list[Any]:
+    def ask(self, call):
         return self.files if call is shared_memory.files else self.descriptions
 
-    def start(self) -> str | None:
+    def start(self):
         assert fingerprint.around_kv_caches(lambda: "done", self, (), {}) == "done"
         return fingerprint._described
 
@@ -491,23 +477,22 @@ class Mapper:
 
     rank = 3
 
-    def __init__(self) -> None:
-        self.fields: dict[str, Any] = {}
+    def __init__(self):
+        self.fields = {}
         self.base_path = ""
 
-    def _compute_base_path(self, root: str, fields: dict[str, Any]) -> str:
+    def _compute_base_path(self, root, fields):
         from hashlib import sha256
 
         return f"{root}/model_{sha256(json.dumps(fields).encode()).hexdigest()[:12]}"
 
 
-def mapper(root: Path) -> Mapper:
-    def wrapped(root_dir: str, offloading_spec: Any, parallel_agnostic: bool = True) -> Mapper:
+def mapper(root):
+    def wrapped(root_dir, offloading_spec, parallel_agnostic=True):
         assert not parallel_agnostic
         return Mapper()
 
-    made: Mapper = fingerprint.around_file_mapper(wrapped, None, (str(root), None), {})
-    return made
+    return fingerprint.around_file_mapper(wrapped, None, (str(root), None), {})
 
 
 def test_replaced_weights_have_a_folder_of_their_own(tmp_path):
@@ -529,15 +514,6 @@ def test_replaced_weights_have_a_folder_of_their_own(tmp_path):
     folders = {folder.name: folder.stat().st_mode & 0o777 for folder in tmp_path.iterdir()}
     assert set(folders.values()) == {0o700}
     assert f"{Path(one.base_path).name}_r3" in folders
-
-
-def test_two_users_of_one_folder_have_folders_of_their_own(tmp_path, monkeypatch):
-    monkeypatch.setattr(fingerprint, "own_folder", lambda path: None)
-    Core({}).start()
-    first = mapper(tmp_path).base_path
-    assert mapper(tmp_path).base_path == first
-    monkeypatch.setattr(fingerprint.os, "geteuid", lambda: 4711)
-    assert mapper(tmp_path).base_path != first
 
 
 def test_a_folder_in_the_way_is_refused_in_a_sentence(tmp_path):
