@@ -1,20 +1,18 @@
 """Doubles that several tests use."""
 
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, NoReturn
 
 
-def raising(error: BaseException | type[BaseException]) -> Callable[..., NoReturn]:
+def raising(error):
     """A function that takes anything and raises ``error``."""
 
-    def fail(*args: object, **kwargs: object) -> NoReturn:
+    def fail(*args, **kwargs):
         raise error
 
     return fail
 
 
-def transfer(name: str, **extra: Any) -> Any:
+def transfer(name, **extra):
     """vLLM's ``KVTransferConfig`` of a connector, with what is extra for it."""
     return SimpleNamespace(
         kv_connector=name, kv_connector_module_path=None, kv_connector_extra_config=extra

@@ -5,7 +5,6 @@ import pickle
 import sys
 from functools import reduce
 from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -44,7 +43,7 @@ def test_a_release_whose_sources_were_compared_says_what_it_lacks():
 
 def test_an_engine_starts_on_the_emulated_npu_only(monkeypatch):
     platform(monkeypatch, "npu")
-    settled: list[bool] = []
+    settled = []
     monkeypatch.setattr(presence, "_version", lambda name: "0.23.0")
     monkeypatch.setattr(presence, "_built", lambda: EMULATOR)
     monkeypatch.setattr(presence, "settle", lambda: settled.append(True))
@@ -58,7 +57,7 @@ def test_an_npu_that_passed_the_probe_starts_and_says_that_no_engine_of_ours_ran
     monkeypatch.setattr(presence, "_built", lambda: CANN)
     monkeypatch.setattr(presence, "_passed", lambda: "2026-11-24")
     monkeypatch.setattr(presence, "settle", lambda: None)
-    warned: list[str] = []
+    warned = []
     monkeypatch.setattr(presence.log, "warning", lambda text, *args: warned.append(text % args))
     assert presence.wanted() is True
     assert warned == [
@@ -76,7 +75,7 @@ def test_the_probe_lifts_its_own_refusal_only(built, code):
 
 
 def test_vllm_ascend_makes_its_patches_before_its_worker_is_imported(monkeypatch):
-    order: list[str] = []
+    order = []
     utils = ModuleType("vllm_ascend.utils")
     utils.adapt_patch = lambda is_global_patch: order.append(f"global {is_global_patch}")
     for module in (ModuleType("vllm_ascend"), utils):
@@ -86,7 +85,7 @@ def test_vllm_ascend_makes_its_patches_before_its_worker_is_imported(monkeypatch
     assert order == ["global True", "vllm_ascend.worker.worker"]
 
 
-def platform(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def platform(monkeypatch, kind):
     module = ModuleType("vllm.platforms")
     module.current_platform = SimpleNamespace(device_type=kind)
     monkeypatch.setitem(sys.modules, "vllm.platforms", module)
@@ -136,9 +135,9 @@ def test_kvcached_reads_the_npus_memory_as_cudas():
     assert torch.int8 == "kept"
 
 
-def npu(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def npu(monkeypatch):
     """Return the devices that ``torch.npu`` is told to wait for; () for the current one."""
-    waited: list[Any] = []
+    waited = []
     torch = ModuleType("torch")
     torch.npu = SimpleNamespace(synchronize=lambda *device: waited.append(device))
     monkeypatch.setitem(sys.modules, "torch", torch)
@@ -166,12 +165,12 @@ def test_the_barrier_waits_for_the_workers_npu_and_is_pickled_by_name(monkeypatc
 class Backend:
     """What ``NPUDmaCopyBackend.launch_copy`` was called with."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.recorded: list[Any] = []
+    def __init__(self, monkeypatch):
+        self.recorded = []
         recorded = self.recorded
 
         class Event:
-            def record(self, stream: str) -> None:
+            def record(self, stream):
                 recorded.append((self, stream))
 
         torch = ModuleType("torch")
@@ -179,14 +178,8 @@ class Backend:
         monkeypatch.setitem(sys.modules, "torch", torch)
 
     def launch_copy(
-        self,
-        src_blocks: Any,
-        dst_blocks: Any,
-        is_store: bool,
-        event_idx: int,
-        events_list: Any,
-        wait_event: Any = None,
-    ) -> None:
+        self, src_blocks, dst_blocks, is_store, event_idx, events_list, wait_event=None
+    ):
         self.waited = wait_event
 
 
@@ -232,7 +225,7 @@ class Enumerated(enum.Enum):
     NONE = 0
 
 
-def configured(**changes: Any) -> Any:
+def configured(**changes):
     """What vLLM and vllm-ascend make of the engine test's arguments; paths with ``__``."""
     parts = SimpleNamespace
     made = parts(
@@ -305,12 +298,12 @@ def configured(**changes: Any) -> Any:
     return made
 
 
-def here(device: str = "npu", contiguous: bool = False, **environment: str) -> Facts:
+def here(device="npu", contiguous=False, **environment):
     installed = Installed.release("vllm", "0.23.0"), Installed.release("kvcached", "0.1.6")
     return Facts(*installed, environment, device, contiguous)
 
 
-def refused_with(facts: Facts, **changes: Any) -> list[str]:
+def refused_with(facts, **changes):
     config = configured(**changes)
     return [rule.code for rule in RULES if rule.applies(config, facts)]
 
@@ -400,10 +393,10 @@ class SlidingWindowSpec:
 class Runner:
     """``NPUModelRunner`` with kvcached's methods of vLLM's runner."""
 
-    def _allocate_kv_cache_from_kvcached(self, config: Any) -> str:
+    def _allocate_kv_cache_from_kvcached(self, config):
         return "kvcached's pools"
 
-    def _reshape_kv_cache_tensors_from_kvcached(self, config: Any, pools: str) -> dict[str, Any]:
+    def _reshape_kv_cache_tensors_from_kvcached(self, config, pools):
         assert pools == "kvcached's pools"
         return {"layer": Cache(SimpleNamespace(half="K"), SimpleNamespace(half="V"))}
 
@@ -411,13 +404,13 @@ class Runner:
 class Cache(tuple):
     """A tensor of K and V, with the view of its blocks."""
 
-    def __new__(cls, *halves: Any) -> "Cache":
+    def __new__(cls, *halves):
         made = super().__new__(cls, halves)
         made[0]._kvcached_block_copy_view = "the view"
         return made
 
 
-def plan(*kinds: type) -> Any:
+def plan(*kinds):
     groups = [SimpleNamespace(kv_cache_spec=kind()) for kind in kinds]
     return SimpleNamespace(kv_cache_groups=groups)
 
@@ -458,7 +451,7 @@ def test_a_kv_cache_that_is_not_kvcacheds_is_seen(monkeypatch, first):
     assert record.elastic is True
 
 
-def runner(scheduler: type = object) -> Any:
+def runner(scheduler=object):
     """A runner of an engine with a scheduler."""
     of_scheduler = SimpleNamespace(get_scheduler_cls=lambda: scheduler)
     return SimpleNamespace(vllm_config=SimpleNamespace(scheduler_config=of_scheduler))
@@ -467,15 +460,15 @@ def runner(scheduler: type = object) -> Any:
 SCHEDULER = "vllm.v1.core.sched.scheduler"
 
 
-def loud(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> str:
+def loud(wrapped, instance, args, kwargs):
     return f"ours over {wrapped(*args, **kwargs)}"
 
 
 class Scheduler:
-    def schedule(self) -> str:
+    def schedule(self):
         return "vLLM's"
 
-    def has_requests(self) -> str:
+    def has_requests(self):
         return "vLLM's"
 
 
@@ -487,7 +480,7 @@ def vllm(monkeypatch):
     for count in range(1, len(names) + 1):
         name = ".".join(names[:count])
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    module: Any = sys.modules[SCHEDULER]
+    module = sys.modules[SCHEDULER]
     module.Scheduler = type("Scheduler", (Scheduler,), dict(vars(Scheduler)))
     transaction = Transaction()
     transaction.apply_all(
@@ -501,7 +494,7 @@ def vllm(monkeypatch):
     return module
 
 
-def start(scheduler: type) -> None:
+def start(scheduler):
     """Let a worker make its KV cache."""
     key = SimpleNamespace(_kvcached_block_copy_view="the view")
     made = {"layer": (key, SimpleNamespace())}
@@ -548,14 +541,14 @@ def test_an_engine_whose_scheduler_is_not_the_patched_one_is_refused(vllm):
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_kvcacheds_listener_ends_with_the_worker(monkeypatch, fails):
-    ended: list[str] = []
+    ended = []
     for name in ("kvcached", "kvcached.tp_ipc_util"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     ipc = sys.modules["kvcached.tp_ipc_util"]
     ipc.stop_worker_listener_threads = lambda: ended.append("listener")
     sys.modules["kvcached"].tp_ipc_util = ipc
 
-    def shutdown() -> None:
+    def shutdown():
         ended.append("worker")
         if fails:
             raise OSError

@@ -13,7 +13,6 @@ import time
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -50,12 +49,12 @@ def base(monkeypatch):
 class Engine:
     """What listens at the socket of an engine, and keeps to a limit at once."""
 
-    def __init__(self, name: str, limit: int, mapped: int, device: int, **more: Any) -> None:
+    def __init__(self, name, limit, mapped, device, **more):
         self.name, self.limit, self.mapped, self.device = name, limit, mapped, device
-        self.more: dict[str, Any] = {"needs": 0, "waiting": 0, "least": 50 * MIB} | more
+        self.more = {"needs": 0, "waiting": 0, "least": 50 * MIB} | more
         self.revision = 0
         self.mute = False
-        self.others: list[Engine] = []
+        self.others = []
         private.make_folder(protocol.folder())
         self.path = protocol.path_of(name)
         self._socket = socket.socket(socket.AF_UNIX)
@@ -63,7 +62,7 @@ class Engine:
         self._socket.listen(64)
         threading.Thread(target=self._run, daemon=True).start()
 
-    def _run(self) -> None:
+    def _run(self):
         while True:
             try:
                 connection, _ = self._socket.accept()
@@ -71,15 +70,15 @@ class Engine:
                 return
             threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
-    def _serve(self, connection: socket.socket) -> None:
+    def _serve(self, connection):
         with connection, suppress(OSError, StopIteration):
             asked = next(protocol.lines(connection))
             while self.mute:
                 time.sleep(0.05)
             protocol.send(connection, self.answer(asked) | {"done": True})
 
-    def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
-        said: dict[str, Any] = {"phase": "runs", "limit": self.limit, "mapped": self.mapped}
+    def answer(self, asked):
+        said = {"phase": "runs", "limit": self.limit, "mapped": self.mapped}
         if asked["verb"] == "describe":
             about = {"name": self.name, "pid": os.getpid(), "models": [f"model-{self.name}"]}
             counts = {"running": 0, "waiting": self.more["waiting"], "revision": self.revision}
@@ -95,7 +94,7 @@ class Engine:
         self.mapped = min(self.mapped, self.limit)
         return said | {"limit": self.limit, "mapped": self.mapped}
 
-    def close(self) -> None:
+    def close(self):
         self.mute = False
         self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -113,7 +112,7 @@ def pair():
     code.close()
 
 
-def start(base: Path, *words: str) -> subprocess.Popen[str]:
+def start(base, *words):
     return subprocess.Popen(
         [sys.executable, "-c", RUN, str(base), *words],
         stdout=subprocess.PIPE,
@@ -239,7 +238,7 @@ def test_one_that_answers_at_last_is_the_engine_that_it_was(pair, monkeypatch):
 
     monkeypatch.setattr(seen, "PATIENCE", 0.3)
     _, code = pair
-    said: list[str] = []
+    said = []
     balance = loop.Balance(tell=lambda event: said.append(event.line.partition(" ")[2]))
     code.mute = True
     balance.round()
@@ -276,7 +275,7 @@ def test_what_is_mapped_is_of_the_moment_of_what_is_free(pair):
     _, code = pair
     answer = code.answer
 
-    def gives_back(asked: dict[str, Any]) -> dict[str, Any]:
+    def gives_back(asked):
         said = answer(asked)
         code.mapped = 100 * MIB
         if asked["verb"] == "demand":
@@ -429,7 +428,7 @@ def test_an_answer_is_not_waited_for_for_ever(pair):
         found.demand(patience=0.2)
 
 
-def parsed(*words: str) -> Options:
+def parsed(*words):
     (balance,) = (one for one in cli.COMMANDS if one.name == "balance")
     return command.read(cli.parser([balance]).parse_args(["balance", *words]))
 

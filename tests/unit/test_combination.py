@@ -6,7 +6,6 @@ import sys
 from dataclasses import dataclass, field
 from importlib import metadata
 from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import pytest
 from fakes import raising
@@ -16,12 +15,12 @@ from kvpatch.version import VERSION
 from kvpatch.versions import Facts, Installed
 
 
-def facts(**environment: str) -> Facts:
+def facts(**environment):
     installed = Installed.release("vllm", "0.32.0"), Installed.release("kvcached", "0.1.6")
     return Facts(*installed, environment, "cuda")
 
 
-def config(described: dict[str, Any] | None = None, extra: Any = None, **changes: Any) -> Any:
+def config(described=None, extra=None, **changes):
     shape = {"num_hidden_layers": 4, "_name_or_path": "a"} | (described or {})
     transfer = SimpleNamespace(
         kv_connector="OffloadingConnector",
@@ -29,7 +28,7 @@ def config(described: dict[str, Any] | None = None, extra: Any = None, **changes
         kv_connector_extra_config=extra or {},
         kv_role="kv_both",
     )
-    parts: dict[str, Any] = {
+    parts = {
         "model_config": SimpleNamespace(
             hf_config=SimpleNamespace(to_dict=lambda: shape), architecture="Llama", dtype="half"
         ),
@@ -40,7 +39,7 @@ def config(described: dict[str, Any] | None = None, extra: Any = None, **changes
     return SimpleNamespace(**parts | changes)
 
 
-def of(**changes: Any) -> Any:
+def of(**changes):
     """Return what a configuration is compared by, with its environment."""
     environment = changes.pop("environment", {})
     return combination.of(config(**changes), facts(**environment))
@@ -54,7 +53,7 @@ def device(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
     installed = {"torch": "2.13.0"}
 
-    def version(name: str) -> str:
+    def version(name):
         if name in installed:
             return installed[name]
         raise metadata.PackageNotFoundError
@@ -84,7 +83,7 @@ def test_models_of_one_shape_are_one_whatever_their_names():
 
 
 def test_how_a_connector_copies_matters_and_how_much_does_not():
-    def flags(**extra: Any) -> Any:
+    def flags(**extra):
         return combination.flags(config(extra=extra), facts())
 
     assert flags(cpu_bytes_to_use=1) == flags(cpu_bytes_to_use=2)
@@ -151,7 +150,7 @@ def test_every_field_matters_but_those_that_cannot(other):
     assert of(cache_config=sized) == of(cache_config=CacheConfig())
 
 
-def drafted(**described: Any) -> Any:
+def drafted(**described):
     hf_config = SimpleNamespace(to_dict=lambda: {"_name_or_path": "d"} | described)
     return SimpleNamespace(
         method="draft_model", draft_model_config=SimpleNamespace(hf_config=hf_config)
@@ -171,7 +170,7 @@ def test_the_shape_of_a_draft_model_matters():
 
 def test_what_is_no_value_of_json_is_held_without_its_address():
     class Quant:
-        def __init__(self, bits: int) -> None:
+        def __init__(self, bits):
             self.bits, self.own, self.stages = bits, self, [SimpleNamespace(bits=bits)]
 
     class Bare:

@@ -11,15 +11,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import pytest
 from fakes import raising
-from suspend_world import PAGE, World, worlds
+from suspend_world import PAGE, worlds
 
 from kvpatch import balance, claims, cli, control, private, state
 from kvpatch.balance.options import Options
@@ -58,7 +56,7 @@ class Anything:
 class Running:
     """A world whose engine has a thread of its own, and listens."""
 
-    def __init__(self, world: World, name: str = "chat-pool") -> None:
+    def __init__(self, world, name="chat-pool"):
         self.world = world
         world.input_queue = queue.Queue()
         world.vllm_config = SimpleNamespace(
@@ -69,11 +67,11 @@ class Running:
             len(world.scheduler.waiting),
         )
         self.server = Server(world, world.suspension, name)
-        self.threads: set[int | None] = set()
+        self.threads = set()
         self._thread = threading.Thread(target=self._loop)
         self._thread.start()
 
-    def _loop(self) -> None:
+    def _loop(self):
         """vLLM's busy loop: it waits for its clients when there is nothing to do."""
         world = self.world
         while True:
@@ -89,7 +87,7 @@ class Running:
             self.threads.add(threading.get_ident())
             question.take(world.suspension)
 
-    def end(self) -> None:
+    def end(self):
         self.world.input_queue.put((b"", None))
         self._thread.join(30)
         self.server.close()
@@ -111,7 +109,7 @@ def test_an_idle_engine_is_suspended_and_resumed(engine):
     assert (found.name, found.models, found.phase) == ("chat-pool", ["chat", "alias"], "runs")
     assert found.said["pid"] == os.getpid()
     assert found.said["started"] == start_ticks(os.getpid())
-    told: list[dict[str, Any]] = []
+    told = []
     answer = found.suspend(tell=told.append, timeout=60)
     assert (answer.phase, answer.resident, answer.kept, answer.lost) == ("suspended", 12, 12, 0)
     assert answer.sentence == (
@@ -125,7 +123,7 @@ def test_an_idle_engine_is_suspended_and_resumed(engine):
 
 
 def test_the_status_page_is_written_before_a_verb_is_answered(engine, monkeypatch):
-    pages: list[str] = []
+    pages = []
     suspension = engine.world.suspension
     monkeypatch.setattr(publisher, "refresh", lambda: pages.append(suspension.phase.value))
     found = control.find("chat")
@@ -194,7 +192,7 @@ def test_what_is_no_question_is_refused(engine, asked, why):
 
 
 def test_an_error_of_the_engines_thread_is_an_answer(engine, monkeypatch):
-    def fail(self: Suspension) -> None:
+    def fail(self):
         raise ValueError("of a test")
 
     monkeypatch.setattr(Suspension, "plan", fail)
@@ -209,9 +207,7 @@ def test_who_asked_may_go_away(engine):
     assert control.find("chat").suspend().phase == "suspended"
 
 
-def answers(
-    suspension: Suspension, asked: dict[str, Any], since: float | None = None
-) -> dict[str, Any]:
+def answers(suspension, asked, since=None):
     """What is answered to a question that the engine's thread has taken."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
@@ -385,7 +381,7 @@ def stopped(monkeypatch):
         yield made
 
 
-def seen_as(state: reader.State, line: str = "", pid: int = 7) -> reader.Seen:
+def seen_as(state, line="", pid=7):
     content = {"vllm": "vllm 0.27.0", "engine": {"pool": "chat"}}
     return reader.Seen(pid, state, line, SimpleNamespace(content=content))
 
@@ -428,10 +424,10 @@ def test_beside_an_engine_that_does_not_answer_others_do(stopped, engine, monkey
 @pytest.fixture
 def asked(monkeypatch):
     """The sockets that are asked, in order."""
-    paths: list[Path] = []
+    paths = []
     ask = client.ask
 
-    def recorded(path: Path, *arguments: Any) -> Iterator[dict[str, Any]]:
+    def recorded(path, *arguments):
         paths.append(path)
         return ask(path, *arguments)
 
@@ -469,7 +465,7 @@ def test_all_engines_are_asked_at_the_same_time(monkeypatch):
         protocol.path_of(f"engine{number}").touch()
     together = threading.Barrier(8)
 
-    def ask(path: Path, *_: Any) -> Iterator[dict[str, Any]]:
+    def ask(path, *_):
         together.wait(30)  # all of them, or BrokenBarrierError
         yield {"name": path.name}
 
@@ -529,7 +525,7 @@ def in_a_long_step(engine):
     held, goes = threading.Event(), threading.Event()
     step = engine.world.step
 
-    def long() -> bool:
+    def long():
         held.set()
         assert goes.wait(30)
         return step()

@@ -15,7 +15,7 @@ def envs(monkeypatch):
     made = ModuleType("vllm.envs")
     made.environment_variables = ["WRONG", "SETS_ITSELF"]
 
-    def read(name: str) -> str:
+    def read(name):
         if name == "WRONG":
             raise ValueError("no such choice")
         return os.environ.setdefault(name, "a name of its own")
@@ -32,7 +32,7 @@ def envs(monkeypatch):
 def test_what_vllm_sets_by_itself_is_set_first(envs, monkeypatch):
     seen = []
 
-    def wrapped(config: str) -> str:
+    def wrapped(config):
         seen.append(os.environ["SETS_ITSELF"])
         return config
 

@@ -2,7 +2,6 @@
 
 import sys
 from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -13,7 +12,7 @@ from kvpatch.patches.fence.hooks import Fenced
 from kvpatch.upstream import kvcached_api
 
 
-def range_of(page: int) -> tuple[int, int]:
+def range_of(page):
     return page * 10, page * 10 + 10
 
 
@@ -24,7 +23,7 @@ class OffloadingConnector(SimpleNamespace):
 class Planner(SimpleNamespace):
     """vLLM's planner of transfers; requests with one full and one windowed group."""
 
-    def __init__(self, **blocks: list[int]) -> None:
+    def __init__(self, **blocks):
         super().__init__(
             _sliding_window_groups=(1, 2),
             _req_status={
@@ -35,37 +34,37 @@ class Planner(SimpleNamespace):
             },
         )
 
-    def known(self, name: str) -> list[list[int]]:
+    def known(self, name):
         return [group.block_ids for group in self._req_status[name].group_states]
 
 
 class Manager:
     """kvcached's manager of pages: marker 0 unmaps what was retired at epoch 0."""
 
-    def __init__(self, *retired: tuple[int, list[int]]) -> None:
-        self._retired_pages: Any = list(retired)
-        self.unmapped: list[int] = []
-        self.markers: list[int] = []
+    def __init__(self, *retired):
+        self._retired_pages = list(retired)
+        self.unmapped = []
+        self.markers = []
         self.epoch = max((epoch for epoch, _ in retired), default=0)
 
-    def capture_physical_release_marker(self) -> int:
+    def capture_physical_release_marker(self):
         return self.epoch
 
-    def let_go(self, marker: int) -> None:
+    def let_go(self, marker):
         self.markers.append(marker)
         self.unmapped += [
             p for epoch, pages in self._retired_pages if epoch <= marker for p in pages
         ]
         self._retired_pages = [one for one in self._retired_pages if one[0] > marker]
 
-    def release_retired_pages_through(self, marker: int) -> None:
+    def release_retired_pages_through(self, marker):
         hooks.around_release(self.let_go, self, (marker,), {})
 
 
 class Engine:
     """As much of an ``EngineCore`` as the hooks look at."""
 
-    def __init__(self, manager: Manager, planner: Any, workers: int = 1) -> None:
+    def __init__(self, manager, planner, workers=1):
         self.unfinished = self.finished = False
         connector = OffloadingConnector(connector_scheduler=planner)
         self.scheduler = SimpleNamespace(
@@ -74,22 +73,22 @@ class Engine:
             has_finished_requests=lambda: self.finished,
             kv_cache_manager=SimpleNamespace(block_pool=SimpleNamespace(kv_cache_manager=manager)),
         )
-        self.rpcs: list[Any] = []
+        self.rpcs = []
         self.model_executor = SimpleNamespace(collective_rpc=self.collective_rpc)
         self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=workers))
 
-    def collective_rpc(self, method: Any, **more: Any) -> list[Any]:
+    def collective_rpc(self, method, **more):
         self.rpcs.append(method)
         return [True] * self.vllm_config.parallel_config.world_size
 
-    def install(self) -> Fenced | None:
+    def install(self):
         called = []
         hooks.around_install(lambda *a, **k: called.append((a, k)), self, (1,), {"two": 2})
         assert called == [((1,), {"two": 2})]
         return state.find(kvcached_api.manager_of(self), Fenced)
 
 
-at_once: list[Any] = []  # managers that need not wait for the device
+at_once = []  # managers that need not wait for the device
 
 
 @pytest.fixture(autouse=True)
@@ -103,7 +102,7 @@ def pages(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", vllm)
 
 
-def engine(*retired: tuple[int, list[int]], planner: Any = None, workers: int = 1) -> Any:
+def engine(*retired, planner=None, workers=1):
     made = Engine(Manager(*retired), Planner() if planner is None else planner, workers)
     made.manager = kvcached_api.manager_of(made)
     made.fenced = made.install()
@@ -157,7 +156,7 @@ def test_a_worker_waits_for_its_computation_alone(monkeypatch, device, waits):
     assert waited == ["computed"] * waits
 
 
-def job(request: str, source: list[Any], destination: list[Any]) -> Any:
+def job(request, source, destination):
     return SimpleNamespace(
         req_id=request,
         src_spec=SimpleNamespace(block_ids=source),
@@ -165,13 +164,13 @@ def job(request: str, source: list[Any], destination: list[Any]) -> Any:
     )
 
 
-def build(one: Any, stores: dict[int, Any], loads: dict[int, Any]) -> None:
+def build(one, stores, loads):
     meta = SimpleNamespace(store_jobs=stores, load_jobs=loads)
     planner = one.scheduler.connector.connector_scheduler
     assert hooks.around_build(lambda output: meta, planner, ("step",), {}) is meta
 
 
-def report(one: Any, jobs: dict[int, int] | None) -> None:
+def report(one, jobs):
     meta = None if jobs is None else SimpleNamespace(completed_jobs=jobs)
     output = SimpleNamespace(kv_connector_worker_meta=meta)
     planner = one.scheduler.connector.connector_scheduler
@@ -244,7 +243,7 @@ def test_held_pages_stay_on_kvcacheds_list_and_others_go():
     build(one, {1: job("a", [21], [90])}, {})
     one.manager._retired_pages.append((6, [7]))  # after the plan
     one.manager.epoch = 6
-    seen: list[list[int]] = []
+    seen = []
     one.fenced.on_release += [lambda pages: seen.append(list(pages)), lambda pages: seen.append([])]
     hooks.release_now(one)
     assert one.manager.markers == [0]
@@ -332,7 +331,7 @@ def test_a_step_releases_after_it_ran():
 class Stepping(Engine):
     """An engine in the caller's process, in which a copy ends after two steps."""
 
-    def step_fn(self) -> None:
+    def step_fn(self):
         self.steps += 1
         if self.steps == 2:
             report(self, {1: 1})

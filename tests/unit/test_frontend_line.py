@@ -24,7 +24,7 @@ def test_a_frontend_says_so(monkeypatch, multiprocessing, said, roles, announced
     vllm = ModuleType("vllm")
     vllm.envs = SimpleNamespace(VLLM_ENABLE_V1_MULTIPROCESSING=multiprocessing)
     monkeypatch.setitem(sys.modules, "vllm", vllm)
-    lines: list[list[str]] = []
+    lines = []
     record = SimpleNamespace(roles=list(roles), said_here=lambda: said)
     record.say = lambda: lines.append(list(record.roles))
     monkeypatch.setattr(configuration, "record", record)

@@ -3,10 +3,9 @@
 import itertools
 import threading
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
-from suspend_world import BLOCKS, MOST, PAGE, Shares, World, worlds
+from suspend_world import BLOCKS, MOST, PAGE, Shares, worlds
 
 from kvpatch import state
 from kvpatch.patches.suspend import giving as module
@@ -21,9 +20,9 @@ from kvpatch.upstream import kvcached_limits
 __all__ = ["worlds"]
 
 
-def filled(worlds: Any, **options: Any) -> World:
+def filled(worlds, **options):
     """An engine with pages 1 to 6 full of blocks of earlier requests, the coldest first."""
-    world: World = worlds(gives=True, **options)
+    world = worlds(gives=True, **options)
     for block in range(4, 28):
         world.pool.cache(block, f"old{block}".encode())
     world.step()
@@ -31,7 +30,7 @@ def filled(worlds: Any, **options: Any) -> World:
     return world
 
 
-def lower(world: World, pages: int) -> None:
+def lower(world, pages):
     """What kvctl does, and then the next allocation, or the watch."""
     world.manager.limit = world.manager.reported = pages * PAGE
     world.giving.look()
@@ -159,7 +158,7 @@ def test_a_tier_keeps_a_block_once_that_a_page_has_twice(worlds, monkeypatch):
     world = filled(worlds)
     world.pool._block_id_to_key[5] = b"old4"
     world.tier.blocks[b"old4"] = "bytes of old4"
-    kept: list[list[bytes]] = []
+    kept = []
     monkeypatch.setattr(world.tier, "keep", kept.append)
     lower(world, 6)
     world.until_idle()
@@ -291,7 +290,7 @@ def test_a_limit_of_the_command_is_told_until_it_is_applied(worlds):
 def test_an_error_of_ours_leaves_the_limit_to_kvcached(worlds, monkeypatch):
     world = filled(worlds)
 
-    def fail(blocks: Any) -> None:
+    def fail(blocks):
         raise ValueError("of a test")
 
     monkeypatch.setattr(world.spill, "begin", fail)
@@ -301,7 +300,7 @@ def test_an_error_of_ours_leaves_the_limit_to_kvcached(worlds, monkeypatch):
     assert not world.giving.lowers
 
 
-def allocate(world: World) -> None:
+def allocate(world):
     """What an allocation begins with: the limit that kvcached's thread has read last."""
     world.manager.resize(world.manager.reported)
 
@@ -373,13 +372,13 @@ def test_no_page_is_mapped_while_a_lower_limit_is_stored_for(worlds):
 class Requests:
     """What running requests take: free blocks, or those of the coldest cached ones."""
 
-    def __init__(self, world: World, blocks: int) -> None:
+    def __init__(self, world, blocks):
         world.add("runs").left = 1000
         self.world, self.blocks = world, blocks
         self.mapped = 0
-        self.lost: list[bytes] = []
+        self.lost = []
 
-    def take(self) -> None:
+    def take(self):
         """Allocate, at the beginning of a step."""
         world = self.world
         allocate(world)
@@ -418,7 +417,7 @@ def test_what_requests_take_while_a_limit_waits_is_stored_before(worlds, pages, 
 
 def test_a_full_tier_does_not_let_an_engine_grow_above_its_limit(worlds):
     world = filled(worlds)
-    world._plan = lambda: world.spill.no_room(False)  # type: ignore[method-assign]
+    world._plan = lambda: world.spill.no_room(False)
     requests = Requests(world, 1)
     world.step()
     lower(world, 2)
@@ -448,7 +447,7 @@ def test_a_piece_does_not_wait_for_what_is_stored_ahead_of_it(worlds):
 def test_a_step_asks_the_tier_for_one_of_the_blocks_on_their_way(worlds, monkeypatch):
     world = filled(worlds)
     old = cached(world.pool)
-    asked: list[int] = []
+    asked = []
     awaits = world.tier.awaits
     monkeypatch.setattr(world.tier, "awaits", lambda keys: asked.append(len(keys)) or awaits(keys))
     world.spill.begin(old)
@@ -474,7 +473,7 @@ def test_a_step_asks_the_tier_for_one_of_the_blocks_on_their_way(worlds, monkeyp
 def test_the_blocks_of_simple_stores_are_looked_through_once(
     monkeypatch,
 ):
-    looks: list[Any] = []
+    looks = []
     under_way = simple.under_way
     monkeypatch.setattr(simple, "under_way", lambda of: looks.append(of) or under_way(of))
     blocks = [SimpleNamespace(block_hash=name) for name in (b"a", b"b", b"c")]
@@ -520,7 +519,7 @@ def test_what_is_stored_ahead_is_taken_up_in_pieces_and_not_in_a_step_that_evict
     world = filled(worlds)
     world.giving._share = Shares(pages=1, stores=100)
     world.add("runs", 28).left = 1000
-    did: list[Any] = []
+    did = []
     evict, add = world.pool.evict_blocks, world.spill.add
 
     def adding(blocks):
@@ -559,9 +558,9 @@ def test_a_lower_limit_is_told_when_it_has_given_something_back(worlds):
 def test_a_limit_by_revision_is_refused(worlds):
     """An allocation would undo it; an engine without a tier has kvcached's own."""
     manager = filled(worlds).manager
-    calls: list[Any] = []
+    calls = []
 
-    def wrapped(*args: Any, **kwargs: Any) -> None:
+    def wrapped(*args, **kwargs):
         calls.append((args, kwargs))
 
     with pytest.raises(ValueError, match=r"refuses .* by revision .*; use kvpatch\.control"):
@@ -593,7 +592,7 @@ def test_pages_of_requests_that_wait_for_the_fence_are_not_waited_for(worlds):
 def test_an_error_while_it_ends_does_not_end_the_engine(worlds, where, monkeypatch):
     world = filled(worlds)
 
-    def fail(*arguments: Any) -> None:
+    def fail(*arguments):
         raise RuntimeError("of a test")
 
     if where != "trim":
@@ -612,9 +611,9 @@ def test_an_error_while_it_ends_does_not_end_the_engine(worlds, where, monkeypat
 def test_a_limit_that_an_error_left_to_kvcached_is_not_taken_up_again(worlds, monkeypatch):
     """Each allocation comes with it, and each would write the same error into the log."""
     world = filled(worlds)
-    begun: list[int] = []
+    begun = []
 
-    def fail(blocks: Any, reason: str) -> None:
+    def fail(blocks, reason):
         begun.append(1)
         raise ValueError("of a test")
 
@@ -632,9 +631,9 @@ def test_a_limit_that_an_error_left_to_kvcached_is_not_taken_up_again(worlds, mo
 class Watched:
     """A watch without its thread."""
 
-    def __init__(self, world: World, monkeypatch: pytest.MonkeyPatch, idle: float | None) -> None:
+    def __init__(self, world, monkeypatch, idle):
         self.now = 100.0
-        self.sent: list[Look] = []
+        self.sent = []
         monkeypatch.setattr(watch, "EVERY", 10_000)
         monkeypatch.setattr(watch.time, "monotonic", lambda: self.now)
         monkeypatch.setattr(server, "hand_over", lambda engine, look: self.sent.append(look))
@@ -642,7 +641,7 @@ class Watched:
         self.watch = Watch(world, world.giving, idle)
         self.watch.close()
 
-    def look(self, seconds: float = 0.0) -> int:
+    def look(self, seconds=0.0):
         self.now += seconds
         self.watch.look(self.world, self.world.giving)
         return len(self.sent)
@@ -717,20 +716,20 @@ def test_it_rests_after_a_suspension_that_was_given_up(worlds, monkeypatch):
 
 def test_a_look_of_an_engine_that_cannot_is_kept_to_itself():
     look = Look(rests=True)
-    look.take(SimpleNamespace())  # type: ignore[arg-type]
+    look.take(SimpleNamespace())
     assert look.taken.is_set()
 
 
 def test_a_free_on_another_thread_never_meets_a_limit_without_a_goal():
     """kvcached asserts that there is one, which would end the engine."""
-    told: list[tuple[str, bool]] = []
+    told = []
 
     class Manager:
         block_mem_size = PAGE // BLOCKS
         _lock = threading.RLock()
 
-        def __setattr__(self, name: str, value: Any) -> None:
-            other: list[bool] = []
+        def __setattr__(self, name, value):
+            other = []
             free = threading.Thread(target=lambda: other.append(self._lock.acquire(blocking=False)))
             free.start()
             free.join()
@@ -743,11 +742,11 @@ def test_a_free_on_another_thread_never_meets_a_limit_without_a_goal():
 class Clock:
     """In the place of ``time.perf_counter``."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch):
         self.now = 100.0
         monkeypatch.setattr("time.perf_counter", lambda: self.now)
 
-    def pages(self, share: Share, runs: bool, step: float, page: float) -> int:
+    def pages(self, share, runs, step, page):
         """One turn, after a step of so many seconds; return how many pages there was time for."""
         self.now += step
         share.begin(runs)

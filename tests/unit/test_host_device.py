@@ -24,7 +24,7 @@ def absent(monkeypatch):
 def platform(monkeypatch):
     """Make vLLM's platform a CPU or a GPU."""
 
-    def platform(cpu: bool) -> None:
+    def platform(cpu):
         module = ModuleType("vllm.platforms")
         module.current_platform = SimpleNamespace(is_cpu=lambda: cpu)
         monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
@@ -56,7 +56,7 @@ def test_its_variable_without_it_is_refused(absent, platform, monkeypatch):
         activation.require_distributions()
 
 
-def require(text: str, distribution: str = "vllm") -> None:
+def require(text, distribution="vllm"):
     """The gate before vllm is imported, on a machine with a vLLM."""
     vllm = Installed("vllm", distribution, text, Version(text))
     kvcached = Installed.release("kvcached", "0.1.6")
@@ -90,7 +90,7 @@ def test_no_other_vllm_wants_one(absent, vllm):
     require(*vllm)
 
 
-def entry(version: str, value: str = "kvpatch.patches.host_copies:FEATURE") -> EntryPoint:
+def entry(version, value="kvpatch.patches.host_copies:FEATURE"):
     made = EntryPoint("host-copies", value, distributions.FEATURES)
     made.__dict__["dist"] = SimpleNamespace(name="kvpatch-hostdevice", version=version)
     return made

@@ -60,7 +60,7 @@ def extension(tmp_path_factory):
     command = ["g++", "-std=c++17", f"-I{INCLUDE}", f"-I{folder}", folder / "page.cpp"]
     subprocess.run([*command, "-o", folder / "page"], check=True)
 
-    def extension() -> int:
+    def extension():
         return subprocess.run([folder / "page"], check=False).returncode
 
     return extension

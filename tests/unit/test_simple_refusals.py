@@ -41,7 +41,7 @@ def test_only_the_coordinator_of_cpu_blocks_is_left_native(fails):
 def plan_of(monkeypatch):
     """Let the scheduler plan for a number of CPU blocks."""
 
-    def plan(blocks: int) -> None:
+    def plan(blocks):
         module = ModuleType("vllm.v1.simple_kv_offload.manager")
         module.SimpleCPUOffloadScheduler = SimpleNamespace(
             _derive_cpu_config=lambda config, capacity: SimpleNamespace(num_blocks=blocks)

@@ -2,11 +2,10 @@
 
 import sys
 from types import ModuleType
-from typing import Any
 
 import pytest
 from fakes import raising
-from suspend_world import BLOCKS, MOST, PAGE, Pause, Status, World, worlds
+from suspend_world import BLOCKS, MOST, PAGE, Pause, Status, worlds
 
 from kvpatch import state
 from kvpatch.patches.secondary_tiers.weights import Calls
@@ -18,9 +17,9 @@ from kvpatch.upstream import kvcached_api
 __all__ = ["worlds"]
 
 
-def filled(worlds: Any, **options: Any) -> World:
+def filled(worlds, **options):
     """An engine with two requests that run, and twelve blocks of earlier ones."""
-    world: World = worlds(**options)
+    world = worlds(**options)
     for block in range(4, 16):
         world.pool.cache(block, f"old{block}".encode())
     world.add("first", 16, 17)
@@ -33,28 +32,28 @@ def world(worlds):
     return filled(worlds)
 
 
-def begin(world: World, **options: Any) -> None:
+def begin(world, **options):
     """Ask for a suspension; a step of the engine begins it."""
     world.suspension.suspend(**({"finish": False, "whole": False, "timeout": None} | options))
 
 
-def suspended(world: World, **options: Any) -> dict[str, Any]:
+def suspended(world, **options):
     begin(world, **options)
     world.until_idle()
     return world.suspension.said
 
 
-def resumed(world: World) -> None:
+def resumed(world):
     world.suspension.resume()
     world.until_idle()
 
 
-def steps_of(world: World, count: int) -> None:
+def steps_of(world, count):
     for _ in range(count):
         world.step()
 
 
-def until(world: World, phase: Phase) -> None:
+def until(world, phase):
     while world.suspension.phase is not phase:
         world.step()
 
@@ -84,7 +83,7 @@ def test_everything_is_stored_and_every_page_given_back(worlds, ahead):
 
 def test_batches_under_way_are_waited_for(worlds):
     """Also where nothing has to be stored, which would take a step."""
-    world: World = worlds(ahead=2)
+    world = worlds(ahead=2)
     world.add("first", 16)
     world.tier.blocks[b"first16"] = "bytes of first16"
     begin(world)
@@ -303,7 +302,7 @@ def test_an_error_of_ours_leaves_the_engine_running(world, where, monkeypatch):
     assert world.manager.limit == MOST * PAGE
 
 
-def broken(*arguments: Any) -> None:
+def broken(*arguments):
     raise PermissionError("of a test")
 
 
@@ -338,7 +337,7 @@ def inconsistent(monkeypatch):
     return StateConsistencyError
 
 
-def unknown(world: World, name: str, error: type[Exception]) -> None:
+def unknown(world, name, error):
     setattr(world.manager, name, raising(error("an unmap could not be confirmed")))
 
 
@@ -367,7 +366,7 @@ def test_an_engine_whose_mappings_are_unknown_ends_while_it_gives_pages_back(
     world = filled(worlds, gives=True)
     if what == "evict":
 
-        def fail(blocks: Any) -> None:
+        def fail(blocks):
             raise inconsistent("an unmap could not be confirmed")
 
         world.pool.evict_blocks = fail
@@ -397,7 +396,7 @@ def test_a_floor_that_was_not_written_is_no_limit_to_come_back_to(world, monkeyp
     monkeypatch.setattr(kvcached_api, "limit", lambda manager: manager.total * PAGE)
     monkeypatch.setattr(kvcached_api, "is_applied", lambda manager: True)
 
-    def write(manager: Any, size: int) -> None:
+    def write(manager, size):
         if size == PAGE:
             raise PermissionError("of a test")
 
@@ -456,10 +455,10 @@ def test_vllms_own_resume_does_not_run_a_suspended_engine(world):
 
 def test_what_an_engine_will_take_back_is_known_at_every_step(world, monkeypatch):
     """Whoever lends its memory has to count on it."""
-    written: list[int] = []
+    written = []
     write = kvcached_api.write_limit
 
-    def and_look(manager: Any, size: int) -> None:
+    def and_look(manager, size):
         write(manager, size)
         written.append(world.suspension.promised())  # on another thread, in this moment
 
@@ -568,7 +567,7 @@ def test_requests_with_loaded_blocks_let_go_of_them(worlds, monkeypatch):
 
 def test_the_beginnings_of_prompts_are_stored_first(worlds, monkeypatch):
     monkeypatch.setattr("kvpatch.patches.suspend.spill.EVERYTHING", 2)
-    world: World = worlds()
+    world = worlds()
     request = world.add("one", 5, 6, 7, 8)
     request.left = 1
     world.step()  # it has finished; its last block is evicted first

@@ -128,7 +128,7 @@ POOL = {
 }
 
 
-def publish_as(pid: int, **changes) -> Path:
+def publish_as(pid, **changes):
     writer = page.Writer(pid, "0.1.0")
     writer.write(content(**changes))
     return writer.path
@@ -184,7 +184,7 @@ def test_a_page_is_never_read_in_part():
 # What a page says of its process: one line each
 
 
-def the_line(pid: int) -> str:
+def the_line(pid):
     """What ``kvpatch status --pid`` prints, which is one line; it ends 1."""
     done = subprocess.run(
         [sys.executable, "-m", "kvpatch", "status", "--pid", str(pid)],
@@ -594,7 +594,7 @@ def test_a_busy_engine_sends_now_and_then_and_one_at_rest_at_once(monkeypatch):
     now = 100.0
     monkeypatch.setattr("kvpatch.telemetry.counters.time.monotonic", lambda: now)
 
-    def sends() -> bool:
+    def sends():
         totals.moved("stored", 1, 10)
         stats = SimpleNamespace(kv_connector_stats=None)
         result = ({0: SimpleNamespace(scheduler_stats=stats)}, True)

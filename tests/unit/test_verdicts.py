@@ -29,7 +29,7 @@ RAN = {
 }
 
 
-def content(word: str = "right", date: str = "2026-11-22", **changes: object) -> dict[str, object]:
+def content(word="right", date="2026-11-22", **changes):
     return {
         "verdict": word,
         "date": date,
@@ -40,11 +40,11 @@ def content(word: str = "right", date: str = "2026-11-22", **changes: object) ->
     }
 
 
-def written(folder, *every: dict[str, object]) -> list[verdicts.Verdict]:
+def written(folder, *every):
     return [verdicts.read(verdicts.write(folder, one)) for one in every]
 
 
-def changed(part: str, name: str, value: object) -> dict[str, object]:
+def changed(part, name, value):
     return RAN | {part: {**RAN[part], name: value}}
 
 
@@ -339,7 +339,7 @@ def process(tmp_path, monkeypatch):
     monkeypatch.setenv(VERIFIED.name, "")
     environment = {VERDICTS.name: str(tmp_path), "XDG_DATA_HOME": str(tmp_path / "none")}
 
-    def decide(vllm: str = "0.28.0", config: object = None, **more: str) -> Record:
+    def decide(vllm="0.28.0", config=None, **more):
         facts = Facts(
             Installed.release("vllm", vllm),
             Installed.release("kvcached", "0.1.6"),
@@ -352,7 +352,7 @@ def process(tmp_path, monkeypatch):
     return decide
 
 
-def plain() -> SimpleNamespace:
+def plain():
     parts = {"cache_config": SimpleNamespace(), "scheduler_config": SimpleNamespace()}
     return SimpleNamespace(kv_transfer_config=None, **parts)
 

@@ -3,7 +3,6 @@
 import sys
 import threading
 from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -15,7 +14,7 @@ from kvpatch.upstream import kvcached_api
 class ElasticBlockPool:
     """kvcached's, by its name; its thread reserves the null block in ``null_block_after`` s."""
 
-    def __init__(self, null_block_after: float = 0.0) -> None:
+    def __init__(self, null_block_after=0.0):
         done = threading.Event()
         threading.Timer(null_block_after, done.set).start()
         self.kv_cache_manager = SimpleNamespace(_post_init_done=done)
@@ -39,18 +38,18 @@ def record(monkeypatch):
     return made
 
 
-def engine(pool: Any) -> Any:
+def engine(pool):
     manager = SimpleNamespace(block_pool=pool)
     return SimpleNamespace(
         scheduler=SimpleNamespace(kv_cache_manager=manager), vllm_config="config"
     )
 
 
-def cache(inside: bool) -> Any:
+def cache(inside):
     return SimpleNamespace(_kvcached_block_copy_view=object() if inside else None)
 
 
-def worker(record: Any, *inside: bool) -> Any:
+def worker(record, *inside):
     caches = {f"layer.{index}": cache(one) for index, one in enumerate(inside)}
     assert verify.around_kv_cache_tensors(lambda *args: caches, None, (), {}) is caches
 
@@ -66,7 +65,7 @@ def test_an_engine_with_its_worker_in_the_same_process_says_so_once(record):
     record.roles, record.elastic = ["frontend"], True
     seen = []
 
-    def start(*args: Any, **kwargs: Any) -> None:
+    def start(*args, **kwargs):
         seen.append((args, kwargs, record.elastic))
         worker(record, True)
 
@@ -117,7 +116,7 @@ def test_a_worker_without_layers_is_not_called_elastic(record):
 
 
 def test_the_memory_that_kvcached_allocated_is_known(monkeypatch):
-    known: list[Any] = []
+    known = []
     monkeypatch.setattr(kvcached_api, "remember_storages", lambda caches: known.extend(caches))
     caches = {"a": "one", "b": "two"}
     assert verify.remember_allocation(lambda *args: caches, None, (), {}) is caches
@@ -140,7 +139,7 @@ def test_vllms_own_views_are_checked_unless_they_are_discarded(
     monkeypatch.setattr(kvcached_api, "on_kvcached", lambda cache: cache)
     runner = SimpleNamespace(kv_caches=[True, True, False])
 
-    def run() -> Any:
+    def run():
         return verify.around_initialize_kv_cache(
             lambda *given, **named: (given, named), runner, args, kwargs
         )
