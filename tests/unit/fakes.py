@@ -1,6 +1,7 @@
 """Doubles that several tests use."""
 
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 
 
 def raising(error):
@@ -17,3 +18,16 @@ def transfer(name, **extra):
     return SimpleNamespace(
         kv_connector=name, kv_connector_module_path=None, kv_connector_extra_config=extra
     )
+
+
+def module(monkeypatch, name, **content):
+    """Put a module in its place, in packages that are made where there are none."""
+    made = ModuleType(name)
+    vars(made).update(content)
+    package, _, last = name.rpartition(".")
+    if package:
+        if package not in sys.modules:
+            module(monkeypatch, package)
+        monkeypatch.setattr(sys.modules[package], last, made, raising=False)
+    monkeypatch.setitem(sys.modules, name, made)
+    return made

@@ -1,10 +1,9 @@
 """Pages are counted when they change, and their blocks known in between."""
 
-import sys
 from contextlib import nullcontext
-from types import ModuleType
 
 import pytest
+from fakes import module
 
 from kvpatch.patches.elastic_memory import available
 
@@ -40,12 +39,7 @@ class Manager:
 
 @pytest.fixture
 def manager(monkeypatch):
-    package = ModuleType("kvcached")
-    module = ModuleType("kvcached.kv_cache_manager")
-    package.kv_cache_manager = module
-    module._AVAIL_PHYSICAL_PAGES_TTL_S = SECONDS
-    monkeypatch.setitem(sys.modules, "kvcached", package)
-    monkeypatch.setitem(sys.modules, "kvcached.kv_cache_manager", module)
+    module(monkeypatch, "kvcached.kv_cache_manager", _AVAIL_PHYSICAL_PAGES_TTL_S=SECONDS)
     made = Manager()
     monkeypatch.setattr(available.time, "monotonic", lambda: made.now)
     return made

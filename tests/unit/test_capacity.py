@@ -1,9 +1,10 @@
 """A KV cache that does not fill kvcached's pages, or is larger than the device."""
 
 import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
+from fakes import module
 
 from kvpatch.patches.elastic_memory import capacity, legacy
 from kvpatch.refusal import Refusal
@@ -23,20 +24,6 @@ class InternalPage:
     @staticmethod
     def get_block_range(page, page_size, block):
         return -(-page * page_size // block), (page + 1) * page_size // block
-
-
-def module(monkeypatch, name, **content):
-    parts = name.split(".")
-    for depth in range(1, len(parts)):
-        package = ".".join(parts[:depth])
-        if package not in sys.modules:
-            monkeypatch.setitem(sys.modules, package, ModuleType(package))
-    made = ModuleType(name)
-    vars(made).update(content)
-    monkeypatch.setitem(sys.modules, name, made)
-    if len(parts) > 1:
-        monkeypatch.setattr(sys.modules[".".join(parts[:-1])], parts[-1], made, raising=False)
-    return made
 
 
 @pytest.fixture(autouse=True)

@@ -5,10 +5,10 @@ import json
 import sys
 from dataclasses import dataclass, field
 from importlib import metadata
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
-from fakes import raising
+from fakes import module, raising
 
 from kvpatch.upstream import combination
 from kvpatch.version import VERSION
@@ -47,10 +47,8 @@ def of(**changes):
 
 @pytest.fixture(autouse=True)
 def device(monkeypatch):
-    platforms = ModuleType("vllm.platforms")
-    platforms.current_platform = SimpleNamespace(get_device_name=lambda: "NVIDIA H100")
-    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
-    monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
+    here = SimpleNamespace(get_device_name=lambda: "NVIDIA H100")
+    platforms = module(monkeypatch, "vllm.platforms", current_platform=here)
     installed = {"torch": "2.13.0"}
 
     def version(name):

@@ -2,10 +2,10 @@
 
 import importlib
 import pickle
-import sys
 from types import SimpleNamespace
 
 import pytest
+from fakes import module
 from packaging.version import Version
 
 from kvpatch import patches, state
@@ -654,10 +654,8 @@ def test_workers_are_told_the_size_of_a_page_and_count(simple_worker, monkeypatc
         SimpleNamespace(worker_handler=simple_worker),
         SimpleNamespace(worker_handler=None),
     ]
-    transfer = SimpleNamespace(get_kv_transfer_group=lambda: SimpleNamespace(_connectors=parts))
-    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace())
-    for name in ("vllm.distributed", "vllm.distributed.kv_transfer"):
-        monkeypatch.setitem(sys.modules, name, transfer)
+    transfer = module(monkeypatch, "vllm.distributed.kv_transfer")
+    transfer.get_kv_transfer_group = lambda: SimpleNamespace(_connectors=parts)
     audit.tell_page_size(None, 5)
     assert worker.worker.blocks_per_page == simple_worker._backend.blocks_per_page == 5
     assert audit.checked(None) == {"stored": 3, "loaded": 0, "unverified": 0}

@@ -1,9 +1,9 @@
 """What an engine says that it needs, its revisions of limits, and its limit at birth."""
 
-import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
+from fakes import module
 from suspend_world import MOST, PAGE, worlds
 
 from kvpatch import admitted, environ
@@ -91,11 +91,8 @@ def test_an_engine_says_what_it_needs(engine, monkeypatch):
 
 
 def platform(monkeypatch, uuid, cpu=False):
-    module = ModuleType("vllm.platforms")
     here = SimpleNamespace(get_device_uuid=uuid, is_cpu=lambda: cpu)
-    module.current_platform = here
-    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
-    monkeypatch.setitem(sys.modules, "vllm.platforms", module)
+    module(monkeypatch, "vllm.platforms", current_platform=here)
     monkeypatch.setenv(HOST_DEVICE.name, "1GiB")  # which a GPU does not look at
 
 

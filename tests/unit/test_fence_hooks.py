@@ -1,9 +1,9 @@
 """The fence between vLLM's scheduler and kvcached's page manager, without either of them."""
 
-import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
+from fakes import module
 
 from kvpatch import state
 from kvpatch.patches.fence import hooks
@@ -97,9 +97,7 @@ def pages(monkeypatch):
     monkeypatch.setattr(kvcached_api, "blocks_of_page", lambda manager, page: range_of(page))
     monkeypatch.setattr(kvcached_api, "unmap_at_once", lambda manager: at_once.append(manager))
     at_once.clear()
-    vllm = ModuleType("vllm")
-    vllm.envs = SimpleNamespace(VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS=300)
-    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    module(monkeypatch, "vllm", envs=SimpleNamespace(VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS=300))
 
 
 def engine(*retired, planner=None, workers=1):
@@ -147,11 +145,11 @@ def test_an_engine_without_a_connector_has_no_fence():
     ],
 )
 def test_a_worker_waits_for_its_computation_alone(monkeypatch, device, waits):
-    torch, waited = ModuleType("torch"), []
+    waited = []
     stream = SimpleNamespace(synchronize=lambda: waited.append("computed"))
     streams = SimpleNamespace(current_stream=lambda of: stream if of is device else None)
-    setattr(torch, getattr(device, "type", "cuda"), streams)  # torch.npu is torch_npu's
-    monkeypatch.setitem(sys.modules, "torch", torch)
+    of = getattr(device, "type", "cuda")  # torch.npu is torch_npu's
+    module(monkeypatch, "torch", **{of: streams})
     assert hooks.compute_barrier(SimpleNamespace(device=device)) is True
     assert waited == ["computed"] * waits
 
@@ -365,11 +363,8 @@ def test_a_reset_without_a_connector_steps_nothing():
 
 @pytest.mark.parametrize("connector", [True, False])
 def test_the_wait_for_every_copy_is_left_out_only_with_a_connector(monkeypatch, connector):
-    module = ModuleType("vllm.distributed.kv_transfer")
-    module.has_kv_transfer_group = lambda: connector
-    for name in ("vllm", "vllm.distributed"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, module.__name__, module)
+    has = {"has_kv_transfer_group": lambda: connector}
+    module(monkeypatch, "vllm.distributed.kv_transfer", **has)
     waited = []
     hooks.skip_device_wide_wait(lambda *args: waited.append(args), None, ("x",), {})
     assert waited == ([] if connector else [("x",)])

@@ -1,9 +1,9 @@
 """Versions, switches and targets: what each gate lets through, and its sentence."""
 
 import sys
-import types
 
 import pytest
+from fakes import module
 from packaging.version import Version
 
 from kvpatch import gate, supported
@@ -272,9 +272,7 @@ class Target:
 
 @pytest.fixture
 def patch(monkeypatch):
-    module = types.ModuleType("target_module")
-    module.Target = Target
-    monkeypatch.setitem(sys.modules, "target_module", module)
+    module(monkeypatch, "target_module", Target=Target)
 
     def patch(path, *parameters, since="0.16", before=None):
         target = f"target_module:{path}"

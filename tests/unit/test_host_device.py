@@ -1,11 +1,11 @@
 """The host device is a distribution of its own, and may be missing."""
 
 import os
-import sys
 from importlib.metadata import EntryPoint
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
+from fakes import module
 from packaging.version import Version
 
 from kvpatch import activation, distributions, gate, patches
@@ -25,10 +25,8 @@ def platform(monkeypatch):
     """Make vLLM's platform a CPU or a GPU."""
 
     def platform(cpu):
-        module = ModuleType("vllm.platforms")
-        module.current_platform = SimpleNamespace(is_cpu=lambda: cpu)
-        monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
-        monkeypatch.setitem(sys.modules, "vllm.platforms", module)
+        here = SimpleNamespace(is_cpu=lambda: cpu)
+        module(monkeypatch, "vllm.platforms", current_platform=here)
 
     return platform
 

@@ -1,10 +1,10 @@
 """The free memory of every rank's GPU: the least counts, and a map that failed waits."""
 
 import logging
-import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
+from fakes import module
 
 from kvpatch.patches.elastic_memory import ranks
 
@@ -61,7 +61,7 @@ def world(monkeypatch):
 
 
 def install(world, monkeypatch):
-    ipc = ModuleType("kvcached.tp_ipc_util")
+    ipc = module(monkeypatch, "kvcached.tp_ipc_util")
 
     async def send(rank, message, pp_rank=0):
         assert message == {"cmd": "kv_tensors_created", "group_id": 3}
@@ -69,10 +69,6 @@ def install(world, monkeypatch):
 
     ipc._send_and_receive_message = send
     ipc._target_pp_ranks = lambda pp_rank: [pp_rank]
-    package = ModuleType("kvcached")
-    package.tp_ipc_util = ipc
-    monkeypatch.setitem(sys.modules, "kvcached", package)
-    monkeypatch.setitem(sys.modules, "kvcached.tp_ipc_util", ipc)
     monkeypatch.setattr(ranks.time, "monotonic", lambda: world.now)
     return world
 
@@ -177,9 +173,8 @@ def gpu(monkeypatch, memory):
             raise memory
         return memory
 
-    torch = ModuleType("torch")
-    torch.cuda = SimpleNamespace(is_available=lambda: memory is not None, mem_get_info=mem_get_info)
-    monkeypatch.setitem(sys.modules, "torch", torch)
+    cuda = SimpleNamespace(is_available=lambda: memory is not None, mem_get_info=mem_get_info)
+    module(monkeypatch, "torch", cuda=cuda)
     monkeypatch.delenv("KVCACHED_GPU_UTILIZATION", raising=False)
 
 

@@ -1,10 +1,10 @@
 """The bytes that an offloading connector copies, on tensors of plain Python."""
 
-import sys
 from dataclasses import dataclass
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
+from fakes import module
 
 from kvpatch import state
 from kvpatch.patches.elastic_memory.regions import find_regions
@@ -66,9 +66,7 @@ def region(address, width=64, stride=None):
 
 @pytest.fixture(autouse=True)
 def torch(monkeypatch):
-    module = ModuleType("torch")
-    module.int8 = "int8"
-    monkeypatch.setitem(sys.modules, "torch", module)
+    module(monkeypatch, "torch", int8="int8")
 
 
 def find(groups, **views):

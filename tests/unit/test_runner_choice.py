@@ -4,10 +4,11 @@ import importlib
 import logging
 import multiprocessing
 import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import wrapt
+from fakes import module
 from packaging.version import Version
 
 from kvpatch import patches, rules, supported
@@ -61,12 +62,8 @@ def rows(release):
 @pytest.fixture
 def gpu(monkeypatch):
     """vLLM as on a GPU: Triton is there."""
-    triton = ModuleType("vllm.triton_utils")
-    triton.HAS_TRITON = True
-    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
-    monkeypatch.setitem(sys.modules, "vllm.triton_utils", triton)
     monkeypatch.setattr(runner_choice, "_said_by", 0)
-    return triton
+    return module(monkeypatch, "vllm.triton_utils", HAS_TRITON=True)
 
 
 @pytest.fixture

@@ -1,9 +1,9 @@
 """SimpleCPUOffloadConnector before 0.26, presented in the terms of later releases."""
 
-import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
+from fakes import module
 from test_simple_eviction import Planner, Pool, Tier
 
 from kvpatch.patches.simple_offload import eviction, fixes, legacy
@@ -141,9 +141,8 @@ class Backend:
 @pytest.fixture
 def computing(monkeypatch):
     """The worker's module, whose torch has a stream that computes."""
-    worker = ModuleType("vllm.v1.simple_kv_offload.worker")
-    worker.torch = SimpleNamespace(cuda=SimpleNamespace(current_stream=lambda: "compute"))
-    monkeypatch.setitem(sys.modules, worker.__name__, worker)
+    torch = SimpleNamespace(cuda=SimpleNamespace(current_stream=lambda: "compute"))
+    module(monkeypatch, "vllm.v1.simple_kv_offload.worker", torch=torch)
 
 
 def test_copies_wait_for_the_computation(computing):

@@ -1,9 +1,9 @@
 """Completion of SimpleCPUOffloadConnector's copies, their counts, and the memory they touch."""
 
-import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
+from fakes import module
 from test_simple_refusals import APART, TOGETHER, Placed, Plan, plan_of  # noqa: F401
 
 from kvpatch import state
@@ -111,9 +111,7 @@ class Region(SimpleNamespace):
 @pytest.fixture
 def found(monkeypatch):
     """Two regions of eight blocks; ``torch`` changes nothing."""
-    torch = ModuleType("torch")
-    torch.from_dlpack = lambda region: region
-    monkeypatch.setitem(sys.modules, "torch", torch)
+    module(monkeypatch, "torch", from_dlpack=lambda region: region)
     regions = [Region(address=64, shape=(8, 16)), Region(address=640, shape=(8, 32))]
     asked = []
 

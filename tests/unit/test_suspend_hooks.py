@@ -5,7 +5,7 @@ import re
 from types import SimpleNamespace
 
 import pytest
-from fakes import raising
+from fakes import module, raising
 from suspend_world import Pause, Scheduler, worlds
 
 from kvpatch import admitted, state
@@ -207,12 +207,9 @@ def test_at_its_end_it_listens_no_longer(worlds):
 
 
 def test_an_engine_that_cannot_listen_starts_nevertheless(worlds, vllm, monkeypatch, caplog):
-    import sys
 
     monkeypatch.setattr(hooks, "Server", raising(OSError("no room")))
-    utils = SimpleNamespace(DEFAULT_IPC_NAME="chat")
-    monkeypatch.setitem(sys.modules, "kvcached", SimpleNamespace(utils=utils))
-    monkeypatch.setitem(sys.modules, "kvcached.utils", utils)
+    module(monkeypatch, "kvcached.utils", DEFAULT_IPC_NAME="chat")
     world = engine_with(worlds, None)
     world.input_queue = queue.Queue()
     hooks.around_engine_start(lambda: None, world, (), {})

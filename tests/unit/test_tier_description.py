@@ -1,9 +1,9 @@
 """What the files of a secondary tier are named after: all ranks, weights and layers."""
 
-import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
+from fakes import module
 
 from kvpatch import state
 from kvpatch.patches.offloading.registration import Rows
@@ -91,14 +91,12 @@ def test_a_region_ends_before_its_next_row():
 
 @pytest.fixture
 def worker(monkeypatch):
-    vllm, transfer = ModuleType("vllm"), ModuleType("vllm.distributed.kv_transfer")
-    vllm.__version__ = "0.28.0"
+    module(monkeypatch, "vllm", __version__="0.28.0")
+    transfer = module(monkeypatch, "vllm.distributed.kv_transfer")
     side = SimpleNamespace()
     state.attach(side, Rows(ROWS))
     parts = [SimpleNamespace(), SimpleNamespace(connector_worker=side)]
     transfer.get_kv_transfer_group = lambda: SimpleNamespace(_connectors=parts)
-    for module in (vllm, ModuleType("vllm.distributed"), transfer):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(fingerprint, "_platform", lambda device: f"platform of {device}")
     monkeypatch.setattr(fingerprint, "sample_weights", lambda model: f"weights of {model}")
     for name in ("configuration", "attention"):
@@ -269,11 +267,10 @@ def test_the_description_is_part_of_the_folders_name(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(("kind", "platform"), [("cpu", "a machine AVX512"), ("cuda", "a machine")])
 def test_keys_are_packed_for_the_instruction_set_of_a_cpu(monkeypatch, kind, platform):
-    torch, platforms = ModuleType("torch"), ModuleType("vllm.platforms")
-    torch.backends = SimpleNamespace(cpu=SimpleNamespace(get_cpu_capability=lambda: "AVX512"))
-    platforms.current_platform = SimpleNamespace(device_name="a machine")
-    for module in (torch, ModuleType("vllm"), platforms):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
+    cpu = SimpleNamespace(get_cpu_capability=lambda: "AVX512")
+    module(monkeypatch, "torch", backends=SimpleNamespace(cpu=cpu))
+    here = SimpleNamespace(device_name="a machine")
+    module(monkeypatch, "vllm.platforms", current_platform=here)
     assert fingerprint._platform(SimpleNamespace(type=kind)) == platform
 
 

@@ -1,10 +1,10 @@
 """Promotion from a secondary tier: what counts as promoted, and when a block is a miss."""
 
 import errno
-import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
+from fakes import module
 from test_tier_rules import Pending
 
 from kvpatch import state
@@ -89,17 +89,12 @@ def test_what_a_late_tier_has_is_a_miss(manager, tiers, found, told):
 
 @pytest.mark.parametrize("pending", [set(), {"store"}])
 def test_the_last_blocks_of_a_finished_request_are_stored(monkeypatch, pending):
-    module = ModuleType("vllm.v1.kv_offload.tiering.manager")
-
     class RequestState:
         def __init__(self, context, is_finished):
             self.context, self.is_finished = context, is_finished
             self.pending_primary_stores = pending
 
-    module.RequestState = RequestState
-    for name in ("vllm", "vllm.v1", "vllm.v1.kv_offload", "vllm.v1.kv_offload.tiering"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, module.__name__, module)
+    module(monkeypatch, "vllm.v1.kv_offload.tiering.manager", RequestState=RequestState)
     known = {"other": "kept"}
     tiering, context = SimpleNamespace(_req_state=known), SimpleNamespace(req_id="a")
 

@@ -1,10 +1,10 @@
 """Memory that is not kvcached's: an engine or a worker on it does not start."""
 
-import sys
 import threading
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
+from fakes import module
 
 from kvpatch.patches.elastic_memory import verify
 from kvpatch.refusal import Refusal
@@ -26,14 +26,7 @@ def record(monkeypatch):
     made = SimpleNamespace(roles=[], elastic=None, layout="", said=[])
     made.say = lambda: made.said.append(list(made.roles))
     monkeypatch.setattr(verify, "record", made)
-    block_pool = ModuleType("vllm.v1.core.block_pool")
-    block_pool.ElasticBlockPool = ElasticBlockPool
-    core = ModuleType("vllm.v1.core")
-    core.block_pool = block_pool
-    for name in ("vllm", "vllm.v1"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, "vllm.v1.core", core)
-    monkeypatch.setitem(sys.modules, "vllm.v1.core.block_pool", block_pool)
+    module(monkeypatch, "vllm.v1.core.block_pool", ElasticBlockPool=ElasticBlockPool)
     monkeypatch.setattr(kvcached_api, "describe_layout", lambda config: f"layout of {config}")
     return made
 
