@@ -72,6 +72,10 @@ class Store(Tier):
         for key in reversed(keys):
             self.blocks.move_to_end(key)
 
+    def have(self, *blocks):
+        """Hold blocks of earlier requests."""
+        self.blocks |= {f"old{one}".encode(): f"bytes of old{one}" for one in blocks}
+
     def busy(self):
         return bool(self.flying)
 
@@ -360,6 +364,10 @@ class World:
             if self.steps >= when + self.fence:
                 self._retired.remove((when, page))
                 self.manager._retired_pages.remove((0, [page]))
+
+    def kept(self):
+        """The keys of blocks on the device or in the tier."""
+        return {self.pool._block_id_to_key[one] for one in self.pool.used()} | set(self.tier.blocks)
 
     def until_idle(self):
         """Step as long as there is something to do."""

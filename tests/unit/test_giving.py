@@ -5,7 +5,9 @@ import threading
 from types import SimpleNamespace
 
 import pytest
+from fakes import raising
 from suspend_world import BLOCKS, MOST, PAGE, Shares, worlds
+from suspend_world import filled as full
 
 from kvpatch import state
 from kvpatch.patches.suspend import giving as module
@@ -21,13 +23,13 @@ __all__ = ["worlds"]
 
 
 def filled(worlds, **options):
-    """An engine with pages 1 to 6 full of blocks of earlier requests, the coldest first."""
-    world = worlds(gives=True, **options)
-    for block in range(4, 28):
-        world.pool.cache(block, f"old{block}".encode())
-    world.step()
-    world._in_use = world.manager.in_use()
-    return world
+    """An engine that gives pages back, of which 1 to 6 are full, the coldest first."""
+    return full(worlds, gives=True, **options)
+
+
+def old(begin, end):
+    """The keys of its blocks."""
+    return {f"old{block}".encode() for block in range(begin, end)}
 
 
 def lower(world, pages):
@@ -41,7 +43,7 @@ def test_a_lower_limit_stores_what_it_evicts(worlds):
     lower(world, 4)
     assert len(world.pool.used()) == 24, "evicted before it was stored"
     world.until_idle()
-    assert set(world.tier.blocks) == {f"old{n}".encode() for n in range(4, 16)}
+    assert set(world.tier.blocks) == old(4, 16)
     assert world.pool.used() == set(range(16, 28)), "not the coldest pages"
     assert world.manager.total == 4
     assert world.giving.lost == 0
@@ -52,8 +54,7 @@ def test_a_lower_limit_stores_what_it_evicts(worlds):
 def test_no_more_is_looked_for_than_is_evicted_in_a_step(worlds, monkeypatch):
     """What is taken up and not evicted is at the head, and looked at again for each page."""
     world = filled(worlds)
-    for block in range(4, 28):
-        world.tier.blocks[f"old{block}".encode()] = f"bytes of old{block}"
+    world.tier.have(*range(4, 28))
     monkeypatch.setattr(module, "TOGETHER", 2 * BLOCKS)
     taken = []
     evict = world.pool.evict_blocks
@@ -141,8 +142,7 @@ def test_pages_that_are_ready_are_evicted_some_at_a_time(worlds, monkeypatch):
     """Every unmap waits for the workers."""
     monkeypatch.setattr(module, "TOGETHER", 2 * BLOCKS)
     world = filled(worlds)
-    for block in range(4, 28):
-        world.tier.blocks[f"old{block}".encode()] = f"bytes of old{block}"
+    world.tier.have(*range(4, 28))
     world.giving._share = Shares(pages=1)
     lower(world, 2)
     used = [len(world.pool.used())]
@@ -183,9 +183,7 @@ def test_a_suspension_afterwards_stores_everything_at_once(worlds):
 def test_pages_that_the_tier_has_go_while_others_are_stored(worlds):
     world = filled(worlds)
     world.tier.steps = 20
-    for block in range(8, 16):
-        key = f"old{block}".encode()
-        world.tier.blocks[key] = f"bytes of {key.decode()}"
+    world.tier.have(*range(8, 16))
     lower(world, 4)
     world.step()
     assert world.pool.used() == {*range(4, 8), *range(16, 28)}
@@ -226,8 +224,7 @@ def test_an_idle_engine_keeps_what_the_tier_does_not(worlds):
     world = filled(worlds, room=10)
     world.giving.rest()
     world.until_idle()
-    here = {world.pool._block_id_to_key[block] for block in world.pool.used()}
-    assert here | set(world.tier.blocks) == {f"old{n}".encode() for n in range(4, 28)}
+    assert world.kept() == old(4, 28)
     assert world.giving.lost == 0
     assert len(world.pool.used()) < 24
 
@@ -244,8 +241,7 @@ def test_it_stops_when_a_request_comes(worlds, steps):
         world.step()
     assert world.giving.stage is Stage.OFF
     assert len(world.pool.used()) == before
-    here = {world.pool._block_id_to_key[block] for block in world.pool.used()}
-    assert {f"old{n}".encode() for n in range(4, 28)} <= here | set(world.tier.blocks)
+    assert old(4, 28) <= world.kept()
 
 
 def test_a_suspension_goes_before(worlds):
@@ -274,8 +270,7 @@ def test_a_limit_that_is_lowered_during_a_suspension_that_is_given_up(worlds):
     world.until_idle()
     assert world.manager.total == 4
     assert world.giving.lost == 0
-    here = {world.pool._block_id_to_key[block] for block in world.pool.used()}
-    assert {f"old{n}".encode() for n in range(4, 28)} <= here | set(world.tier.blocks)
+    assert old(4, 28) <= world.kept()
 
 
 def test_a_limit_of_the_command_is_told_until_it_is_applied(worlds):
@@ -289,11 +284,7 @@ def test_a_limit_of_the_command_is_told_until_it_is_applied(worlds):
 
 def test_an_error_of_ours_leaves_the_limit_to_kvcached(worlds, monkeypatch):
     world = filled(worlds)
-
-    def fail(blocks):
-        raise ValueError("of a test")
-
-    monkeypatch.setattr(world.spill, "begin", fail)
+    monkeypatch.setattr(world.spill, "begin", raising(ValueError("of a test")))
     lower(world, 4)
     world.until_idle()
     assert world.manager.in_shrink
@@ -322,30 +313,20 @@ def test_an_allocation_with_the_limit_of_before_does_not_give_the_new_one_up(wor
     assert world.manager.total == 4
 
 
-def test_an_allocation_with_the_limit_of_before_lowers_nothing(worlds):
+@pytest.mark.parametrize("by", ["an old report", "kvpatch limit", "kvctl"])
+def test_a_limit_that_was_raised_again_leaves_an_idle_engine_what_it_has(worlds, by):
+    """Of kvctl no allocation comes that would bring the second limit."""
     world = filled(worlds)
-    world.manager.limit, world.manager.reported = MOST * PAGE, 3 * PAGE  # it was raised just now
-    allocate(world)
-    assert not world.giving.lowers
-    world.until_idle()
-    assert len(world.pool.used()) == 24
-
-
-def test_a_limit_that_is_raised_again_before_a_step_leaves_the_engine_idle(worlds):
-    world = filled(worlds)
-    world.suspension.limit(4 * PAGE)
-    world.suspension.limit(MOST * PAGE)
-    world.until_idle()
-    assert len(world.pool.used()) == 24
-
-
-def test_a_limit_that_is_raised_again_in_shm_leaves_an_idle_engine_what_it_has(worlds):
-    """kvctl twice: no allocation comes that would bring the second limit."""
-    world = filled(worlds)
-    lower(world, 2)
-    assert world.giving.lowers
-    world.manager.limit = world.manager.reported = MOST * PAGE
-    world.giving.look()
+    if by == "an old report":
+        world.manager.reported = 3 * PAGE
+        allocate(world)
+    elif by == "kvpatch limit":
+        world.suspension.limit(4 * PAGE)
+        world.suspension.limit(MOST * PAGE)
+    else:
+        lower(world, 2)
+        assert world.giving.lowers
+        lower(world, MOST)
     assert not world.giving.lowers
     world.until_idle()
     assert len(world.pool.used()) == 24
@@ -591,10 +572,7 @@ def test_pages_of_requests_that_wait_for_the_fence_are_not_waited_for(worlds):
 @pytest.mark.parametrize("where", ["begin", "trim", "apply"])
 def test_an_error_while_it_ends_does_not_end_the_engine(worlds, where, monkeypatch):
     world = filled(worlds)
-
-    def fail(*arguments):
-        raise RuntimeError("of a test")
-
+    fail = raising(RuntimeError("of a test"))
     if where != "trim":
         monkeypatch.setattr(type(world.manager), "_resize", fail)
     if where == "begin":
@@ -646,6 +624,11 @@ class Watched:
         self.watch.look(self.world, self.world.giving)
         return len(self.sent)
 
+    def take(self):
+        """Let the engine take the last one."""
+        self.sent[-1].take(self.world.giving)
+        self.world.until_idle()
+
 
 def test_an_idle_engine_sees_a_limit_that_is_set_in_shm(worlds, monkeypatch):
     world = filled(worlds)
@@ -654,8 +637,7 @@ def test_an_idle_engine_sees_a_limit_that_is_set_in_shm(worlds, monkeypatch):
     world.manager.limit = world.manager.reported = 4 * PAGE
     assert watched.look() == 1
     assert watched.look() == 1, "a second look before the first was taken"
-    watched.sent[0].take(world.giving)
-    world.until_idle()
+    watched.take()
     assert world.manager.total == 4
     assert watched.look() == 1
 
@@ -668,8 +650,7 @@ def test_the_time_without_requests_begins_when_the_last_one_has_ended(worlds, mo
     world.until_idle()
     assert watched.look(29) == 0
     assert watched.look(2) == 1
-    watched.sent[0].take(world.giving)
-    world.until_idle()
+    watched.take()
     assert world.pool.used() == set()
     assert watched.look(100) == 1, "it rests once"
     world.add("again", 28)
@@ -686,14 +667,12 @@ def test_a_request_between_two_looks_is_not_missed(worlds, monkeypatch):
     hooks.after_engine_step(lambda: True, world, (), {})  # no look sees it wait or run
     assert watched.look(20) == 0
     assert watched.look(20) == 1
-    watched.sent[0].take(world.giving)
-    world.until_idle()
+    watched.take()
     assert watched.look(100) == 1
     hooks.after_engine_step(lambda: True, world, (), {})
     world.pool.cache(28, b"short28")
     assert watched.look(100) == 2
-    watched.sent[1].take(world.giving)
-    world.until_idle()
+    watched.take()
     assert world.pool.used() == set()
 
 
@@ -709,8 +688,7 @@ def test_it_rests_after_a_suspension_that_was_given_up(worlds, monkeypatch):
     world.until_idle()
     assert world.pool.used()
     assert watched.look() == 2
-    watched.sent[1].take(world.giving)
-    world.until_idle()
+    watched.take()
     assert world.pool.used() == set()
 
 
@@ -788,23 +766,18 @@ def test_a_page_that_takes_longer_than_its_share_is_paid_for_later(
     assert (AT_REST, LONGEST, STORE, LEAST) == (0.005, 0.002, 32e-6, 8)
 
 
-def test_a_share_that_is_not_used_is_not_kept(monkeypatch):
-    clock = Clock(monkeypatch)
-    share = Share()
+@pytest.mark.parametrize("begins", [True, False], ids=["unused", "no share"])
+def test_a_share_that_is_not_used_is_not_kept_and_steps_without_one_are_no_debt(
+    monkeypatch, begins
+):
+    clock, share = Clock(monkeypatch), Share()
     assert share.stores == LEAST
-    for _ in range(5):
+    if not begins:
+        clock.pages(share, True, 0.02, 0.0001)
+    for _ in range(5 if begins else 100):
         clock.now += 0.02
-        share.begin(True)
-        share.end()
-    assert clock.pages(share, True, 0.02, 0.0001) == 10
-
-
-def test_steps_without_a_share_are_no_debt(monkeypatch):
-    clock = Clock(monkeypatch)
-    share = Share()
-    clock.pages(share, True, 0.02, 0.0001)
-    for _ in range(100):
-        clock.now += 0.02
+        if begins:
+            share.begin(True)
         share.end()
     assert clock.pages(share, True, 0.02, 0.0001) == 10
 
@@ -822,7 +795,7 @@ def test_a_limit_goes_on_with_what_was_taken_up_before_it(worlds, first):
     lower(world, 3)
     world.until_idle()
     assert world.giving.lost == 0
-    assert {f"old{n}".encode() for n in range(4, 20)} <= set(world.tier.blocks)
+    assert old(4, 20) <= set(world.tier.blocks)
     assert world.manager.total == 3
 
 
