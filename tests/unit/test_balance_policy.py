@@ -436,8 +436,3 @@ def test_limits_stay_within_the_device_and_the_rules(seed):
             kept = 1 - SETTINGS.lent if terms[name].lends else 1.0
             assert one.limit >= max(terms[name].floor, int(one.least * kept))
             assert one.limit <= max(terms[name].ceiling or DEVICE, least)
-
-
-def test_a_policy_is_chosen_by_arguments_alone():
-    made = moved
-    assert made() == made()

@@ -65,7 +65,7 @@ class Engine:
     """As much of an ``EngineCore`` as the hooks look at."""
 
     def __init__(self, manager, planner, workers=1):
-        self.unfinished = self.finished = False
+        self.planner, self.unfinished, self.finished = planner, False, False
         connector = OffloadingConnector(connector_scheduler=planner)
         self.scheduler = SimpleNamespace(
             connector=connector,
@@ -113,7 +113,7 @@ def test_the_fence_waits_for_all_ranks_and_the_manager_leaves_unmapping_to_it():
     assert fence.workers == 3
     assert not fence.pinned
     assert fence.blocks_of_page(2) == (20, 30)
-    assert state.find(one.scheduler.connector.connector_scheduler, Fenced) is one.fenced
+    assert state.find(one.planner, Fenced) is one.fenced
     assert (one.fenced.manager, one.fenced.scheduler) == (one.manager, one.scheduler)
     assert at_once == [one.manager]
     assert one.manager.defer_physical_release is True
@@ -133,6 +133,7 @@ def test_an_engine_without_a_connector_has_no_fence():
     assert manager.markers == []  # kvcached's own order
     manager.release_retired_pages_through(7)
     assert manager.markers == [7]
+    assert hooks.after_reset(lambda: True, one, (), {}) is True  # nothing is stepped
 
 
 @pytest.mark.parametrize(
@@ -164,15 +165,13 @@ def job(request, source, destination):
 
 def build(one, stores, loads):
     meta = SimpleNamespace(store_jobs=stores, load_jobs=loads)
-    planner = one.scheduler.connector.connector_scheduler
-    assert hooks.around_build(lambda output: meta, planner, ("step",), {}) is meta
+    assert hooks.around_build(lambda output: meta, one.planner, ("step",), {}) is meta
 
 
 def report(one, jobs):
     meta = None if jobs is None else SimpleNamespace(completed_jobs=jobs)
     output = SimpleNamespace(kv_connector_worker_meta=meta)
-    planner = one.scheduler.connector.connector_scheduler
-    assert hooks.around_worker_output(lambda given: given, planner, (output,), {}) is output
+    assert hooks.around_worker_output(lambda given: given, one.planner, (output,), {}) is output
 
 
 def test_a_step_names_the_blocks_that_its_copies_touch_on_the_device():
@@ -207,10 +206,9 @@ def test_reports_are_heard_before_vllm_handles_them():
     one = engine()
     build(one, {1: job("a", [11], [90])}, {})
     output = SimpleNamespace(kv_connector_worker_meta=SimpleNamespace(completed_jobs={1: 1}))
-    planner = one.scheduler.connector.connector_scheduler
     seen = hooks.around_worker_output(
         lambda connector_output: dict(one.fenced.fence.transfers),
-        planner,
+        one.planner,
         (),
         {"connector_output": output},
     )
@@ -228,11 +226,10 @@ def test_a_planner_without_a_fence_is_left_alone():
 
 def test_the_engine_steps_as_long_as_a_page_is_held():
     one = engine()
-    planner = one.scheduler.connector.connector_scheduler
-    assert hooks.around_pending_work(lambda: False, planner, (), {}) is False
-    assert hooks.around_pending_work(lambda: True, planner, (), {}) is True
+    assert hooks.around_pending_work(lambda: False, one.planner, (), {}) is False
+    assert hooks.around_pending_work(lambda: True, one.planner, (), {}) is True
     one.fenced.fence.split([(9, [1])], True)
-    assert hooks.around_pending_work(lambda: False, planner, (), {}) is True
+    assert hooks.around_pending_work(lambda: False, one.planner, (), {}) is True
 
 
 def test_held_pages_stay_on_kvcacheds_list_and_others_go():
@@ -352,13 +349,6 @@ def test_a_reset_steps_an_engine_that_nobody_steps_until_no_page_is_held(
     assert reset == ("reset", "x")
     assert one.steps == steps
     assert kvcached_api.manager_of(one).unmapped == ([2, 1] if steps else [2])
-
-
-def test_a_reset_without_a_connector_steps_nothing():
-    one = Engine(Manager(), Planner())
-    one.scheduler.connector = None
-    one.install()
-    assert hooks.after_reset(lambda: True, one, (), {}) is True
 
 
 @pytest.mark.parametrize("connector", [True, False])
