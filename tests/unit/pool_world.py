@@ -34,16 +34,21 @@ def join(folder, size=8 * MIB, name=""):
     return member.join(ledger.record_of(folder, name or f"{os.getpid()}"), size, owner())
 
 
+def memory_in(folder, size=64 * MIB):
+    """Memory of a size, which has no name once it is there."""
+    path = folder / f"memory-{os.getpid()}"
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    path.unlink()
+    os.ftruncate(file, size)
+    return Memory(file)
+
+
 class Engine:
-    """An engine's part: a member, and its memory, which has no name once it is there."""
+    """An engine's part: a member, and its memory."""
 
     def __init__(self, folder, name="", size=8 * MIB):
         self.member = join(folder, size, name)
-        path = folder / f"memory-{os.getpid()}"
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        path.unlink()
-        os.ftruncate(file, 64 * MIB)
-        self.memory = Memory(file)
+        self.memory = memory_in(folder)
 
     def grow(self, index):
         """Commit an extent of one MiB, if the ledger lets it."""

@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 from fakes import raising
-from pool_world import MIB, counted
+from pool_world import MIB, counted, memory_in
 
 from kvpatch.pool import keeper as keeping
 from kvpatch.pool import ledger, member, record
 from kvpatch.pool.extents import Extent, Extents
 from kvpatch.pool.keeper import Keeper
-from kvpatch.pool.memory import Memory
 from kvpatch.pool.ranks import Failed
 from kvpatch.pool.record import Owner
 
@@ -49,12 +48,7 @@ class Engine:
 
     def __init__(self, world, name, tier, floor=0):
         self.world = world
-        file = os.open(
-            world.folder.parent / f"kvpatch-test-{os.getpid()}-{name}", os.O_RDWR | os.O_CREAT
-        )
-        (world.folder.parent / f"kvpatch-test-{os.getpid()}-{name}").unlink()
-        os.ftruncate(file, tier)
-        self.memory = Memory(file)
+        self.memory = memory_in(world.folder.parent, tier)
         owner = Owner(0, 0, tier, floor, MIB, 0.0, world.now, ledger.pid_namespace(), name)
         self.member = member.join(ledger.record_of(world.folder, name), world.size, owner)
         self.ranks = Ranks()
@@ -157,19 +151,11 @@ def world(monkeypatch):
     folder.rmdir()
 
 
-@pytest.fixture
-def one(world):
-    return world.engine("one")
+def engine(name):
+    return pytest.fixture(lambda world: world.engine(name), name=name)
 
 
-@pytest.fixture
-def two(world):
-    return world.engine("two")
-
-
-@pytest.fixture
-def three(world):
-    return world.engine("three")
+one, two, three = map(engine, ("one", "two", "three"))
 
 
 def test_extents_are_committed_as_blocks_need_them(world, one):

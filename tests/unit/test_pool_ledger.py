@@ -41,19 +41,11 @@ def folder(tmp_path_factory):
         path.rmdir()
 
 
-@pytest.fixture
-def one(folder):
-    return join(folder, name="one")
+def engine(name):
+    return pytest.fixture(lambda folder: join(folder, name=name), name=name)
 
 
-@pytest.fixture
-def two(folder):
-    return join(folder, name="two")
-
-
-@pytest.fixture
-def three(folder):
-    return join(folder, name="three")
+one, two, three = map(engine, ("one", "two", "three"))
 
 
 def unlock(member):
