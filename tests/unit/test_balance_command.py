@@ -2,12 +2,10 @@
 
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from contextlib import suppress
@@ -36,14 +34,10 @@ sys.exit(cli.main(["balance", *sys.argv[2:]]))
 """
 
 
-@pytest.fixture(autouse=True)
-def base(monkeypatch):
-    """A /dev/shm of its own, whose path is short enough for a socket."""
-    folder = Path(tempfile.mkdtemp(dir="/tmp"))
-    monkeypatch.setattr(claims, "BASE", folder)
-    monkeypatch.setenv("KVPATCH_STATUS_DIR", str(folder))
-    yield folder
-    shutil.rmtree(folder)
+@pytest.fixture
+def base():
+    """What a test has in the place of /dev/shm."""
+    return claims.BASE
 
 
 class Engine:
@@ -52,6 +46,7 @@ class Engine:
     def __init__(self, name, limit, mapped, device, **more):
         self.name, self.limit, self.mapped, self.device = name, limit, mapped, device
         self.more = {"needs": 0, "waiting": 0, "least": 50 * MIB} | more
+        self.more_said = {}  # whatever the question is
         self.revision = 0
         self.mute = False
         self.others = []
@@ -75,7 +70,7 @@ class Engine:
             asked = next(protocol.lines(connection))
             while self.mute:
                 time.sleep(0.05)
-            protocol.send(connection, self.answer(asked) | {"done": True})
+            protocol.send(connection, self.answer(asked) | self.more_said | {"done": True})
 
     def answer(self, asked):
         said = {"phase": "runs", "limit": self.limit, "mapped": self.mapped}
@@ -261,10 +256,9 @@ def test_what_answers_nonsense_is_an_engine_that_does_not_answer(pair):
 
 def test_an_engine_that_started_again_in_its_container_has_the_same_pid(pair):
     chat, _ = pair
-    answer, started = chat.answer, [5]
-    chat.answer = lambda asked: answer(asked) | {"started": started[0]}
+    chat.more_said["started"] = 5
     before = seen.look({})
-    started[0] = 6
+    chat.more_said["started"] = 6
     after = seen.look(before)
     assert before["chat"].engine.born != after["chat"].engine.born
     assert before["code"].engine.born == after["code"].engine.born
@@ -332,9 +326,7 @@ def test_what_came_from_a_disk_is_found_once(pair, monkeypatch):
 
 def test_a_suspended_engine_is_seen_with_what_it_will_take_back(pair):
     chat, _ = pair
-    answer = chat.answer
-    said = {"phase": "suspended", "limit": 2 * MIB, "promised": 300 * MIB}
-    chat.answer = lambda asked: answer(asked) | said
+    chat.more_said = {"phase": "suspended", "limit": 2 * MIB, "promised": 300 * MIB}
     found = seen.look({})["chat"].engine
     assert (found.suspended, found.answers, found.limit) == (True, True, 300 * MIB)
 
@@ -342,8 +334,7 @@ def test_a_suspended_engine_is_seen_with_what_it_will_take_back(pair):
 @pytest.mark.parametrize("phase", ["pausing", "storing", "releasing", "resuming"])
 def test_an_engine_on_its_way_into_a_suspension_or_back_is_left_alone(pair, phase):
     chat, _ = pair
-    answer = chat.answer
-    chat.answer = lambda asked: answer(asked) | {"phase": phase}
+    chat.more_said = {"phase": phase}
     found = seen.look({})["chat"]
     assert (found.engine.answers, found.engine.suspended) == (False, False)
     assert found.why_not == f"it is {phase}"

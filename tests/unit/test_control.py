@@ -8,7 +8,6 @@ import socket
 import stat
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from contextlib import suppress
@@ -35,15 +34,9 @@ __all__ = ["worlds"]
 
 
 @pytest.fixture(autouse=True)
-def base(monkeypatch):
-    """A /dev/shm of its own, whose path is short enough for a socket."""
-    folder = Path(tempfile.mkdtemp(dir="/tmp"))
-    monkeypatch.setattr(claims, "BASE", folder)
-    monkeypatch.setenv("KVPATCH_STATUS_DIR", str(folder))
+def vllm(monkeypatch):
     kinds = SimpleNamespace(WAKEUP=b"wake")
     module(monkeypatch, "vllm.v1.engine", EngineCoreRequestType=kinds)
-    yield folder
-    shutil.rmtree(folder)
 
 
 class Anything:
@@ -314,7 +307,7 @@ def test_another_users_process_is_not_heard(engine, monkeypatch):
             protocol.check_peer(ours)
 
 
-def test_a_folder_of_another_user_is_not_used(base):
+def test_a_folder_of_another_user_is_not_used():
     folder = protocol.folder()
     folder.mkdir()
     folder.chmod(0o777)
