@@ -591,7 +591,7 @@ def test_a_worker_that_finds_no_region_of_its_pool_is_refused(path, workers):
 
 
 @pytest.mark.parametrize("maps", ["two files", "nothing"])
-def test_workers_that_do_not_map_one_file_are_refused(path, workers, maps):
+def test_workers_that_map_two_files_are_refused(path, workers, maps):
     workers(path)
     if maps == "two files":
         path.unlink()
