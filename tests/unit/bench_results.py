@@ -1,9 +1,7 @@
 """Results as a run of scripts/bench writes them, made up, for tests of what is made of them."""
 
-from typing import Any
 
-
-def one_run(rate: float, ttft: float, copies: int = 0) -> dict[str, Any]:
+def one_run(rate, ttft, copies=0):
     """A run at so many tokens a second, with so many ms to the first token."""
     times = {"mean": ttft, "p50": ttft, "p99": ttft}
     return {
@@ -16,7 +14,7 @@ def one_run(rate: float, ttft: float, copies: int = 0) -> dict[str, Any]:
     }
 
 
-def arm_entry(name: str) -> dict[str, Any]:
+def arm_entry(name):
     return {
         "elastic": "kvcached" in name,
         "offloads": "+" in name,
@@ -28,7 +26,7 @@ def arm_entry(name: str) -> dict[str, Any]:
     }
 
 
-def cycle(used: int, kept: int, served: float) -> dict[str, Any]:
+def cycle(used, kept, served):
     phase = one_run(1000, 10)
     return {
         "used_bytes": used,
@@ -45,7 +43,7 @@ def cycle(used: int, kept: int, served: float) -> dict[str, Any]:
     }
 
 
-def host(rates: dict[str, list[float]], ttfts: dict[str, list[float]]) -> dict[str, Any]:
+def host(rates, ttfts):
     """A full run in which the arms had these rates and times, the same on every load."""
     from harness.bench.loads import LOADS
 

@@ -4,7 +4,6 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import packaging
 import pytest
@@ -67,14 +66,14 @@ def shared_memory():
         yield
 
 
-def write(folder: Path, files: dict[str, str]) -> None:
+def write(folder, files):
     for name, text in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
 
 
-def distribution(folder: Path, name: str, version: str) -> None:
+def distribution(folder, name, version):
     """Make ``name`` look installed in ``version``, without any files."""
     write(
         folder,
@@ -120,7 +119,7 @@ def python(run, fakes, tmp_path):
         (needs / home.name).symlink_to(home)
     path = ":".join(map(str, (fakes, ROOT, ROOT / "kvpatch/startup", needs)))
 
-    def python(code: str, **environment: str) -> Any:
+    def python(code, **environment):
         script = tmp_path / "script.py"
         script.write_text(code)
         return run(sys.executable, "-S", script, PYTHONPATH=path, **environment)
@@ -141,7 +140,7 @@ def warned(caplog, monkeypatch):
 def apart():
     """Return the start of a command that runs in namespaces of its own, by ``unshare``'s names."""
 
-    def apart(*names: str) -> list[str]:
+    def apart(*names):
         command = ["unshare", *names]
         asked = subprocess.run([*command, "true"], check=False, capture_output=True, text=True)
         if asked.returncode:

@@ -1,21 +1,33 @@
 """Doubles that several tests use."""
 
-from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any, NoReturn
+import sys
+from types import ModuleType, SimpleNamespace
 
 
-def raising(error: BaseException | type[BaseException]) -> Callable[..., NoReturn]:
+def raising(error):
     """A function that takes anything and raises ``error``."""
 
-    def fail(*args: object, **kwargs: object) -> NoReturn:
+    def fail(*args, **kwargs):
         raise error
 
     return fail
 
 
-def transfer(name: str, **extra: Any) -> Any:
+def transfer(name, **extra):
     """vLLM's ``KVTransferConfig`` of a connector, with what is extra for it."""
     return SimpleNamespace(
         kv_connector=name, kv_connector_module_path=None, kv_connector_extra_config=extra
     )
+
+
+def module(monkeypatch, name, **content):
+    """Put a module in its place, in packages that are made where there are none."""
+    made = ModuleType(name)
+    vars(made).update(content)
+    package, _, last = name.rpartition(".")
+    if package:
+        if package not in sys.modules:
+            module(monkeypatch, package)
+        monkeypatch.setattr(sys.modules[package], last, made, raising=False)
+    monkeypatch.setitem(sys.modules, name, made)
+    return made

@@ -8,7 +8,6 @@ planned for is a loss.
 """
 
 import random
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
@@ -62,11 +61,11 @@ class Request:
     state: str = "waiting"  # then loading, running, stopping, finished
 
     @property
-    def known(self) -> list[int]:
+    def known(self):
         """The planner's list; as in vLLM it is extended, cleared, and set to 0 in places."""
         return self.group.block_ids
 
-    def owned(self) -> list[int]:
+    def owned(self):
         return [block for block in self.blocks if block is not None]
 
 
@@ -95,15 +94,15 @@ class Step:
 class Worker:
     """One rank: its memory, the steps it was given, the copies it runs."""
 
-    def __init__(self, world: "World") -> None:
+    def __init__(self, world):
         self.world = world
-        self.memory: list[Any] = [BLANK] * (PAGES * PAGE)
-        self.queue: list[Step] = []
-        self.unlaunched: dict[int, Job] = {}
-        self.running: dict[int, Job] = {}
-        self.ended: list[int] = []
+        self.memory = [BLANK] * (PAGES * PAGE)
+        self.queue = []
+        self.unlaunched = {}
+        self.running = {}
+        self.ended = []
 
-    def execute(self) -> None:
+    def execute(self):
         """Run the oldest step: flush, launch, compute, and keep its stores for later."""
         step = self.queue.pop(0)
         for job_id in step.flush & step.stores.keys():
@@ -117,11 +116,11 @@ class Worker:
                 self.memory[block] = data
         self.unlaunched = dict(step.stores)
 
-    def execute_through(self, number: int) -> None:
+    def execute_through(self, number):
         while self.queue and self.queue[0].number <= number:
             self.execute()
 
-    def end_copy(self, job_id: int) -> None:
+    def end_copy(self, job_id):
         job = self.running.pop(job_id)
         for block, expected in zip(job.blocks, job.bytes, strict=True):
             if job.load:
@@ -146,32 +145,32 @@ class World:
         seed: what the choices follow that no rule of the test makes.
     """
 
-    def __init__(self, mode: Mode, fence: type[Fence] | None, forget: bool, seed: int) -> None:
+    def __init__(self, mode, fence, forget, seed):
         self.mode, self.fenced, self.forget = mode, fence is not None, forget
         self.random = random.Random(seed)
-        self.lost: list[str] = []
+        self.lost = []
         self.fence = (fence or Fence)(lambda page: (page * PAGE, page * PAGE + PAGE), mode.workers)
         self.workers = [Worker(self) for _ in range(mode.workers)]
-        self.requests: list[Request] = []
-        self.just_finished: list[Request] = []
-        self.deferred: list[tuple[int, list[int]]] = []
-        self.jobs: dict[int, tuple[Job, int]] = {}
-        self.batches: list[Step] = []
+        self.requests = []
+        self.just_finished = []
+        self.deferred = []
+        self.jobs = {}
+        self.batches = []
         self.tier_full = False
         self.scheduled = self.processed = self.job_count = self.request_count = 0
         self.free = list(range(PAGES * PAGE))
-        self.cached: list[int] = []
-        self.mapped: set[int] = set()
-        self.retired: list[tuple[int, list[int]]] = []
+        self.cached = []
+        self.mapped = set()
+        self.retired = []
         self.epoch = 0
         self.unmapped = 0
 
     # Pages and blocks
 
-    def is_mapped(self, block: int) -> bool:
+    def is_mapped(self, block):
         return block // PAGE in self.mapped
 
-    def take(self, count: int) -> list[int] | None:
+    def take(self, count):
         """Hand out blocks, old cached ones last; None when there are too few."""
         if len(self.free) < count:
             self.evict(count - len(self.free))
@@ -192,19 +191,19 @@ class World:
                 self.fill(page, BLANK)
         return taken
 
-    def give_back(self, blocks: Iterable[int], cache: bool) -> None:
+    def give_back(self, blocks, cache):
         """Free blocks, or leave them in the prefix cache until they are evicted."""
         for block in blocks:
             (self.cached if cache else self.free).append(block)
         self.retire_empty()
 
-    def evict(self, count: int) -> None:
+    def evict(self, count):
         """Drop cached blocks: for room, for the cap on cached tokens, for a reset."""
         self.free += self.cached[:count]
         del self.cached[:count]
         self.retire_empty()
 
-    def retire_empty(self) -> None:
+    def retire_empty(self):
         waiting = {page for _, pages in self.retired for page in pages}
         free = set(self.free)
         pages = [
@@ -218,17 +217,17 @@ class World:
         elif pages:
             self.unmap(pages)
 
-    def unmap(self, pages: list[int]) -> None:
+    def unmap(self, pages):
         for page in pages:
             self.mapped.remove(page)
             self.unmapped += 1
             self.fill(page, SCRATCH)
 
-    def fill(self, page: int, data: str) -> None:
+    def fill(self, page, data):
         for worker in self.workers:
             worker.memory[page * PAGE : page * PAGE + PAGE] = [data] * PAGE
 
-    def release(self) -> None:
+    def release(self):
         """Ask the fence, as the engine does after every step."""
         if not self.fenced:
             return
@@ -242,7 +241,7 @@ class World:
             forget_freed_blocks(self.planner(), self.fence, pages)
         self.unmap(pages)
 
-    def planner(self) -> Any:
+    def planner(self):
         """The parts of vLLM's planner that the fence touches."""
         return SimpleNamespace(
             _sliding_window_groups=(0,) if self.mode.window else (),
@@ -254,23 +253,23 @@ class World:
 
     # What users and operators do
 
-    def add(self, blocks: int, from_tier: bool) -> None:
+    def add(self, blocks, from_tier):
         request = Request(self.request_count, [None] * blocks)
         self.request_count += 1
         request.state = "waiting for a load" if from_tier else "waiting"
         self.requests.append(request)
 
-    def stop(self, index: int) -> None:
+    def stop(self, index):
         """The next token of a running request will be its last."""
         running = [request for request in self.requests if request.state == "running"]
         if running:
             running[index % len(running)].state = "stopping"
 
-    def abort(self, index: int) -> None:
+    def abort(self, index):
         if self.requests:
             self.end(self.requests[index % len(self.requests)])
 
-    def skip(self, index: int) -> None:
+    def skip(self, index):
         """A block falls out of a request's sliding window."""
         running = [request for request in self.requests if request.state == "running"]
         if running and self.mode.window:
@@ -284,17 +283,17 @@ class World:
 
     # One step of the engine
 
-    def step(self) -> None:
+    def step(self):
         """Schedule, and process the oldest step when the queue of batches is full."""
         self.batches.append(self.schedule())
         if len(self.batches) > self.mode.asynchronous:
             self.update(self.batches.pop(0))
         self.release()
 
-    def schedule(self) -> Step:
+    def schedule(self):
         self.scheduled += 1
         step = Step(self.scheduled)
-        fresh: set[int] = set()
+        fresh = set()
         for request in list(self.requests):
             if request.state in ("running", "stopping") and self.random.random() < 0.6:
                 self.grow(request, step, fresh)
@@ -314,7 +313,7 @@ class World:
             worker.queue.append(replace(step, stores=dict(step.stores)))
         return step
 
-    def grow(self, request: Request, step: Step, fresh: set[int]) -> None:
+    def grow(self, request, step, fresh):
         while (taken := self.take(1)) is None:
             victims = [
                 other
@@ -331,10 +330,10 @@ class World:
         fresh.update(taken)
         step.scheduled.append(request)
 
-    def in_flight(self, request: Request) -> bool:
+    def in_flight(self, request):
         return self.mode.deferred and request.last_step > self.processed
 
-    def preempt(self, victim: Request, step: Step) -> None:
+    def preempt(self, victim, step):
         if victim in step.scheduled:
             step.scheduled.remove(victim)
         step.flush |= {job_id for job_id, (job, _) in self.jobs.items() if job.request is victim}
@@ -346,7 +345,7 @@ class World:
         victim.state = "waiting"
         self.give_back(owned, cache=self.random.random() < 0.3)
 
-    def admit(self, request: Request, step: Step, fresh: set[int]) -> None:
+    def admit(self, request, step, fresh):
         if any(job.request is request for job, _ in self.jobs.values()):
             return  # a preempted request waits for its own stores
         taken = self.take(len(request.blocks))
@@ -364,13 +363,13 @@ class World:
         data = [(request.name, i, request.version) for i in range(len(taken))]
         self.submit(Job(request, list(taken), data, load=True), step.loads)
 
-    def submit(self, job: Job, jobs: dict[int, Job]) -> int:
+    def submit(self, job, jobs):
         self.job_count += 1
         jobs[self.job_count] = job
         self.jobs[self.job_count] = (job, 0)
         return self.job_count
 
-    def plan(self, step: Step, fresh: set[int]) -> None:
+    def plan(self, step, fresh):
         """Plan the stores of this step, as the connector's scheduler side does."""
         for request in self.requests:
             for position, known in enumerate(request.known):
@@ -407,7 +406,7 @@ class World:
             self.epoch,
         )
 
-    def update(self, step: Step) -> None:
+    def update(self, step):
         """Take in what the workers report, and free what has finished."""
         for worker in self.workers:
             worker.execute_through(step.number)
@@ -426,13 +425,13 @@ class World:
             if request.state == "stopping":
                 self.end(request)
 
-    def loaded(self, request: Request) -> None:
+    def loaded(self, request):
         if request.state == "loading":
             request.state = "running"
         else:  # aborted meanwhile: its blocks were kept until now
             self.give_back(request.owned(), cache=False)
 
-    def end(self, request: Request) -> None:
+    def end(self, request):
         self.requests.remove(request)
         was, request.state = request.state, "finished"
         if was == "loading":
@@ -445,12 +444,12 @@ class World:
 
     # Coming to rest
 
-    def end_copies(self, rank: int, count: int) -> None:
+    def end_copies(self, rank, count):
         worker = self.workers[rank % len(self.workers)]
         for job_id in sorted(worker.running)[:count]:
             worker.end_copy(job_id)
 
-    def awake(self) -> bool:
+    def awake(self):
         return bool(
             self.requests
             or self.just_finished
@@ -460,7 +459,7 @@ class World:
             or self.fence.holding
         )
 
-    def rest(self) -> None:
+    def rest(self):
         """End every request and step until the engine may sleep."""
         for _ in range(100):
             for request in list(self.requests):

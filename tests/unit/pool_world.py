@@ -5,10 +5,7 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 from kvpatch.pool import ledger, member, memory
 from kvpatch.pool.memory import Memory
@@ -26,47 +23,52 @@ CALLS = (
 )
 
 
-def owner(**fields: Any) -> Owner:
+def owner(**fields):
     """A record of an engine that has nothing, with some fields set."""
     empty = Owner(0, 0, 64 * MIB, 0, MIB, 0.0, time.monotonic(), ledger.pid_namespace(), "model")
     return empty._replace(**fields)
 
 
-def join(folder: Path, size: int = 8 * MIB, name: str = "") -> member.Member:
+def join(folder, size=8 * MIB, name=""):
     """Take part in a pool."""
     return member.join(ledger.record_of(folder, name or f"{os.getpid()}"), size, owner())
 
 
+def memory_in(folder, size=64 * MIB):
+    """Memory of a size, which has no name once it is there."""
+    path = folder / f"memory-{os.getpid()}"
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    path.unlink()
+    os.ftruncate(file, size)
+    return Memory(file)
+
+
 class Engine:
-    """An engine's part: a member, and its memory, which has no name once it is there."""
+    """An engine's part: a member, and its memory."""
 
-    def __init__(self, folder: Path, name: str = "", size: int = 8 * MIB) -> None:
+    def __init__(self, folder, name="", size=8 * MIB):
         self.member = join(folder, size, name)
-        path = folder / f"memory-{os.getpid()}"
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        path.unlink()
-        os.ftruncate(file, 64 * MIB)
-        self.memory = Memory(file)
+        self.memory = memory_in(folder)
 
-    def grow(self, index: int) -> bool:
+    def grow(self, index):
         """Commit an extent of one MiB, if the ledger lets it."""
         if not self.member.take(MIB):
             return False
         self.memory.commit(index * MIB, MIB)
         return True
 
-    def shrink(self, index: int) -> None:
+    def shrink(self, index):
         """Give an extent back."""
         self.memory.punch(index * MIB, MIB)
         self.member.give(MIB)
 
-    def leave(self) -> None:
+    def leave(self):
         """End it in good order."""
         self.memory.close()
         self.member.leave()
 
 
-def in_child(body: Callable[[], None]) -> int:
+def in_child(body):
     """Run ``body`` in a forked process, to its end; return its pid."""
     pid = os.fork()
     if pid:
@@ -79,13 +81,13 @@ def in_child(body: Callable[[], None]) -> int:
         os._exit(1)
 
 
-def killed_at(nth: int, body: Callable[[], None]) -> bool:
+def killed_at(nth, body):
     """Run ``body`` in a process that is killed at its n-th point; return whether it had so many.
 
     A point is before or after one of ``CALLS``.
     """
 
-    def run() -> None:
+    def run():
         with points(nth):
             body()
 
@@ -95,18 +97,18 @@ def killed_at(nth: int, body: Callable[[], None]) -> bool:
 
 
 @contextmanager
-def points(nth: int) -> Iterator[None]:
+def points(nth):
     """Kill this process at its n-th point."""
     passed = 0
 
-    def point() -> None:
+    def point():
         nonlocal passed
         passed += 1
         if passed == nth:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def around(call: Callable[..., Any]) -> Callable[..., Any]:
-        def called(*args: Any, **kwargs: Any) -> Any:
+    def around(call):
+        def called(*args, **kwargs):
             point()
             try:
                 return call(*args, **kwargs)
@@ -125,7 +127,7 @@ def points(nth: int) -> Iterator[None]:
             setattr(module, name, call)
 
 
-def counted(folder: Path) -> int:
+def counted(folder):
     """What the records of a pool say is committed, together."""
     shown = ledger.show(folder)
     return 0 if shown is None else sum(peer.owner.committed for peer in shown[1])

@@ -53,32 +53,36 @@ class Request:
 class Store(Tier):
     """A CPU tier whose copies take some steps."""
 
-    def __init__(self, room: int, steps: int = 2) -> None:
-        self.blocks: OrderedDict[bytes, str] = OrderedDict()
-        self.flying: list[tuple[int, bytes, str]] = []
+    def __init__(self, room, steps=2):
+        self.blocks = OrderedDict()
+        self.flying = []
         self.room, self.steps = room, steps
         self.stuck = False
 
-    def why_not(self) -> str:
+    def why_not(self):
         return ""
 
-    def holds(self, key: bytes) -> bool:
+    def holds(self, key):
         return key in self.blocks
 
-    def capacity(self) -> int:
+    def capacity(self):
         return self.room
 
-    def keep(self, keys: list[bytes]) -> None:
+    def keep(self, keys):
         for key in reversed(keys):
             self.blocks.move_to_end(key)
 
-    def busy(self) -> bool:
+    def have(self, *blocks):
+        """Hold blocks of earlier requests."""
+        self.blocks |= {f"old{one}".encode(): f"bytes of old{one}" for one in blocks}
+
+    def busy(self):
         return bool(self.flying)
 
-    def awaits(self, keys: set[bytes]) -> set[bytes]:
+    def awaits(self, keys):
         return keys & {key for _, key, _ in self.flying}
 
-    def step(self, now: int) -> None:
+    def step(self, now):
         """Complete what has taken long enough."""
         for begun, key, content in list(self.flying):
             if now >= begun + self.steps and not self.stuck:
@@ -91,26 +95,26 @@ class Store(Tier):
 class Pool:
     """kvcached's pool of blocks: who is cached, who is used."""
 
-    def __init__(self) -> None:
-        self._cached_blocks: dict[bytes, dict[int, Any]] = {}
-        self._block_id_to_key: dict[int, bytes] = {}
-        self._evictable_blocks: OrderedDict[int, Any] = OrderedDict()
-        self.content: dict[int, str] = {}
+    def __init__(self):
+        self._cached_blocks = {}
+        self._block_id_to_key = {}
+        self._evictable_blocks = OrderedDict()
+        self.content = {}
 
-    def retire(self) -> None:
+    def retire(self):
         """Take note of the pages that are empty now."""
 
-    def cache(self, block: int, key: bytes, used: bool = False) -> None:
+    def cache(self, block, key, used=False):
         self._cached_blocks.setdefault(key, {})[block] = object()
         self._block_id_to_key[block] = key
         self.content[block] = f"bytes of {key.decode()}"
         if not used:
             self._evictable_blocks[block] = object()
 
-    def used(self) -> set[int]:
+    def used(self):
         return set(self.content)
 
-    def evict_blocks(self, blocks: set[int]) -> None:
+    def evict_blocks(self, blocks):
         for block in blocks:
             key = self._block_id_to_key.pop(block)
             del self._cached_blocks[key][block]
@@ -127,9 +131,9 @@ class Manager:
     mem_size, num_layers, num_kv_buffers, page_size = MOST * PAGE, 1, 1, PAGE
     block_mem_size = PAGE // BLOCKS
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool):
         self.pool = pool
-        pool.kv_cache_manager = self  # type: ignore[attr-defined]
+        pool.kv_cache_manager = self
         self._lock = nullcontext()
         self.in_shrink = False
         self.trims = 0
@@ -137,38 +141,38 @@ class Manager:
         self.limit = self.reported = MOST * PAGE  # in /dev/shm; by kvcached's thread
         self.total = MOST
         self.ahead = 2
-        self._retired_pages: list[tuple[int, list[int]]] = []  # with their epochs
+        self._retired_pages = []  # with their epochs
         self.page_allocator = self
 
-    def in_use(self) -> set[int]:
+    def in_use(self):
         """Page 0 has the null block."""
         return {0} | {block // BLOCKS for block in self.pool.used()}
 
-    def get_page_state(self) -> dict[str, int]:
+    def get_page_state(self):
         mapped = len(self.in_use() | kvcached_api.retired(self))
         return {"inuse_pages": mapped, "reserved_pages": self.ahead, "total_pages": self.total}
 
-    def get_resize_target(self) -> int:
+    def get_resize_target(self):
         return self.reported
 
-    def trim(self) -> None:
+    def trim(self):
         self.ahead = 0
         self.trims += 1
 
-    def group_indices_by_page(self, blocks: list[int], size: int) -> dict[int, list[int]]:
-        pages: dict[int, list[int]] = {}
+    def group_indices_by_page(self, blocks, size):
+        pages = {}
         for block in blocks:
             pages.setdefault(block // BLOCKS, []).append(block)
         return pages
 
-    def get_page_occupancy(self, pages: list[int]) -> dict[int, int]:
+    def get_page_occupancy(self, pages):
         return {page: sum(b // BLOCKS == page for b in self.pool.used()) for page in pages}
 
-    def resize(self, size: int) -> bool:
+    def resize(self, size):
         """As kvpatch wraps it."""
         return giving.around_resize(self._resize, self, (size,), {})
 
-    def _resize(self, size: int) -> bool:
+    def _resize(self, size):
         if self.mapping:
             self.mapping -= 1
             return False
@@ -181,27 +185,27 @@ class Manager:
 class Scheduler:
     """vLLM's: what runs, what waits, and whether it may."""
 
-    def __init__(self) -> None:
-        self.requests: dict[str, Request] = {}
-        self.running: list[Request] = []
-        self.waiting: list[Request] = []
+    def __init__(self):
+        self.requests = {}
+        self.running = []
+        self.waiting = []
         self.pause_state = Pause.UNPAUSED
         self.connector = SimpleNamespace()
-        self.reset_preempted_req_ids: set[str] = set()
+        self.reset_preempted_req_ids = set()
 
-    def set_pause_state(self, wanted: Any) -> None:
-        def wrapped(state: Any) -> None:
+    def set_pause_state(self, wanted):
+        def wrapped(state):
             self.pause_state = Pause(state)
 
         hold.around_pause_state(wrapped, self, wanted)
 
-    def has_unfinished_requests(self) -> bool:
+    def has_unfinished_requests(self):
         return bool(self.running or self.waiting)
 
-    def get_request_counts(self) -> tuple[int, int]:
+    def get_request_counts(self):
         return len(self.running), len(self.waiting)
 
-    def has_requests(self) -> bool:
+    def has_requests(self):
         if self.pause_state is Pause.PAUSED_ALL:
             there = False
         elif self.pause_state is Pause.PAUSED_NEW:
@@ -215,21 +219,21 @@ class Scheduler:
 class Shares:
     """In the place of the time for a step: so many pages and stores in each."""
 
-    def __init__(self, pages: int = 1000, stores: int = 1000) -> None:
+    def __init__(self, pages=1000, stores=1000):
         self.pages, self.stores = pages, stores
-        self.ran: list[bool] = []
+        self.ran = []
         self._left = 0
 
-    def begin(self, runs: bool) -> None:
+    def begin(self, runs):
         self.ran.append(runs)
         self._left = self.pages
 
     @property
-    def left(self) -> bool:
+    def left(self):
         self._left -= 1
         return self._left >= 0
 
-    def end(self) -> None:
+    def end(self):
         pass
 
 
@@ -242,31 +246,31 @@ class World:
         gives: it gives pages back for a lower limit and when it is idle.
     """
 
-    def __init__(self, room: int = 100, ahead: int = 0, gives: bool = False) -> None:
+    def __init__(self, room=100, ahead=0, gives=False):
         self.scheduler = Scheduler()
-        self.vllm_config: Any = None  # of which nothing is asked
+        self.vllm_config = None  # of which nothing is asked
         self.pool = Pool()
         self.manager = Manager(self.pool)
         self.tier = Store(room)
-        self.batch_queue: list[Any] = [None] * ahead
+        self.batch_queue = [None] * ahead
         self.spill = Spill(self.tier, self.pool)
         self.steps = 0
-        self.finished: list[str] = []
+        self.finished = []
         self.lag = 3  # steps between two looks of kvcached's thread at the limit
         self.fence = 2  # steps until pages are let go; 0 for at once
-        self._retired: list[tuple[int, int]] = []
-        self._in_use: set[int] = set()
-        self.pool.retire = self._retire  # type: ignore[method-assign]
+        self._retired = []
+        self._in_use = set()
+        self.pool.retire = self._retire
         self.suspension = Suspension(self, self.spill)
         if gives:
             self.giving = Giving(self, self.spill, self._may_give)
-            self.giving._share = Shares()  # type: ignore[assignment]
+            self.giving._share = Shares()
             state.attach(self.manager, self.giving)
 
-    def _may_give(self) -> bool:
+    def _may_give(self):
         return self.suspension.phase is Phase.RUNS
 
-    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+    def reset_prefix_cache(self, reset_running_requests=False):
         assert reset_running_requests
         assert not self.batch_queue, "blocks are freed that a batch writes"
         for request in reversed(self.scheduler.running):
@@ -278,7 +282,7 @@ class World:
         flying = {key for _, key, _ in self.tier.flying}
         assert not flying, "blocks are freed that are being copied"
         before = self.manager.in_use()
-        self.pool.__init__()  # type: ignore[misc]
+        self.pool.__init__()
         for request in self.scheduler.requests.values():
             request.blocks = []
         gone = before - self.manager.in_use() if self.fence else set()
@@ -286,7 +290,7 @@ class World:
         self._retired += [(self.steps, page) for page in gone]
         return True
 
-    def add(self, name: str, *blocks: int) -> Request:
+    def add(self, name, *blocks):
         """A request that arrives; with blocks it runs."""
         request = Request(name, list(blocks))
         self.scheduler.requests[name] = request
@@ -297,7 +301,7 @@ class World:
             self.pool.cache(block, f"{name}{block}".encode(), used=True)
         return request
 
-    def step(self) -> bool:
+    def step(self):
         """One turn of vLLM's loop; False if there was nothing to do."""
         if not (self.batch_queue or self.scheduler.has_requests()):
             return False
@@ -320,7 +324,7 @@ class World:
         self.suspension.advance()
         return True
 
-    def _admit(self) -> None:
+    def _admit(self):
         while self.scheduler.waiting:
             # An allocation applies the limit that kvcached's thread reports.
             assert self.manager.reported == self.manager.limit, "an old limit is applied"
@@ -330,7 +334,7 @@ class World:
             request.status = Status(name="RUNNING")
             self.scheduler.running.append(request)
 
-    def _run(self) -> None:
+    def _run(self):
         for request in list(self.scheduler.running):
             request.left -= 1
             if request.left <= 0:
@@ -340,14 +344,14 @@ class World:
                 for block in reversed(request.blocks):
                     self.pool._evictable_blocks[block] = object()
 
-    def _plan(self) -> None:
+    def _plan(self):
         blocks = self.spill.next()
         for one in blocks:
             (block,) = one.blocks
             self.tier.flying.append((self.steps, one.key, self.pool.content[block.block]))
         self.spill.planned([one.key for one in blocks])
 
-    def _retire(self) -> None:
+    def _retire(self):
         """Pages whose last block was evicted wait for the fence."""
         now = self.manager.in_use()
         for page in self._in_use - now - kvcached_api.retired(self.manager):
@@ -355,20 +359,24 @@ class World:
             self._retired.append((self.steps, page))
         self._in_use = now
 
-    def _release(self) -> None:
+    def _release(self):
         for when, page in list(self._retired):
             if self.steps >= when + self.fence:
                 self._retired.remove((when, page))
                 self.manager._retired_pages.remove((0, [page]))
 
-    def until_idle(self) -> None:
+    def kept(self):
+        """The keys of blocks on the device or in the tier."""
+        return {self.pool._block_id_to_key[one] for one in self.pool.used()} | set(self.tier.blocks)
+
+    def until_idle(self):
         """Step as long as there is something to do."""
         for _ in range(200):
             if not self.step():
                 return
         raise AssertionError("the engine does not come to rest")
 
-    def check(self) -> None:
+    def check(self):
         """Whatever the tier holds is what the block had."""
         for key, content in self.tier.blocks.items():
             assert content == f"bytes of {key.decode()}"
@@ -378,7 +386,7 @@ class World:
 def worlds(monkeypatch):
     """Make worlds, whose kvcached is their own."""
 
-    def write(manager: Manager, size: int) -> None:
+    def write(manager, size):
         manager.limit = size
 
     monkeypatch.setattr(kvcached_api, "manager_of", lambda engine: engine.manager)
@@ -390,9 +398,9 @@ def worlds(monkeypatch):
     return World
 
 
-def filled(worlds: Any, **options: Any) -> World:
+def filled(worlds, **options):
     """An engine with pages 1 to 6 full of blocks of earlier requests."""
-    world: World = worlds(**options)
+    world = worlds(**options)
     for block in range(4, 28):
         world.pool.cache(block, f"old{block}".encode())
     world._in_use = world.manager.in_use()

@@ -4,7 +4,6 @@ import json
 from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -26,7 +25,7 @@ def ran(monkeypatch):
     releases = dict.fromkeys(("0.32.0", "0.33.0"), supported.VALIDATED)
     monkeypatch.setattr(supported, "RELEASES", releases)
 
-    def ran(*cells: Cell, right: bool = True) -> None:
+    def ran(*cells, right=True):
         run = recorded.Run("engine", right, "a file", recorded.NOT_RECORDED)
         monkeypatch.setattr(recorded, "runs", cache(lambda: {cell: [run] for cell in cells}))
 
@@ -38,13 +37,13 @@ def ran(monkeypatch):
 
 @pytest.fixture
 def table(monkeypatch):
-    def table(**features: dict[str, list[str]]) -> None:
+    def table(**features):
         monkeypatch.setattr(admitted, "table", lambda: features)
 
     return table
 
 
-def on(release: str) -> Installed:
+def on(release):
     return Installed.release("vllm", release)
 
 
@@ -178,7 +177,7 @@ def test_cells_are_run_in_a_copy_that_admits_them_and_come_back(ran, monkeypatch
     """The checkout admits what was right, and nothing before."""
     root, seen = tmp_path / "checkout", []
 
-    def run(words: list[Any], cwd: Any, **more: Any) -> None:
+    def run(words, cwd, **more):
         seen.append((words[1:], json.loads((cwd / admission.FILE).read_text())))
         ran(CELL)
 
@@ -219,7 +218,7 @@ def test_a_cell_that_waits_is_recorded_when_it_is_right(
 ):
     cell = replace(CELL, feature=feature)
     ran(*[cell] * known)
-    written: list[Any] = []
+    written = []
     monkeypatch.setattr(command, "record_cell", lambda *given: written.append(given[1]))
     monkeypatch.setattr(command.cells, "facts", lambda release: {})
     outcome = {"right": right, "executed": {}}
@@ -229,7 +228,7 @@ def test_a_cell_that_waits_is_recorded_when_it_is_right(
     assert written == [cell] * recorded
 
 
-def model(**changes: Any) -> SimpleNamespace:
+def model(**changes):
     known = {"use_mla": False, "is_hybrid": False, "get_sliding_window": lambda: None}
     return SimpleNamespace(**known | changes)
 
@@ -280,9 +279,9 @@ def test_the_table_is_the_one_that_is_written():
 @pytest.fixture
 def plain_engines(monkeypatch):
     """Logs of engines of plain vLLM, by combination; the others come to their end."""
-    logs: dict[plain.Combination, str] = {}
+    logs = {}
 
-    def run(engines: Any, cell: Cell) -> dict[str, Any]:
+    def run(engines, cell):
         log = logs.get(plain.combination_of(cell), "")
         return {"failed": log} if log else {"rounds": []}
 

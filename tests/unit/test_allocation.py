@@ -1,12 +1,11 @@
 """A worker's set-up that fails, and what is asked of kvcached when an allocation fails."""
 
-import sys
 import threading
 from contextlib import suppress
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
-from fakes import raising
+from fakes import module, raising
 
 from kvpatch.patches.elastic_memory import allocation, reservation
 from kvpatch.refusal import Refusal
@@ -34,12 +33,7 @@ def manager(monkeypatch):
         def end(self):
             made.seen.append("end")
 
-    module = ModuleType(MODULE)
-    module.AllocationAttempt = AllocationAttempt
-    for depth in range(1, MODULE.count(".") + 1):
-        name = ".".join(MODULE.split(".")[:depth])
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, MODULE, module)
+    module(monkeypatch, MODULE, AllocationAttempt=AllocationAttempt)
     return made
 
 

@@ -2,12 +2,12 @@
 
 import enum
 import pickle
-import sys
+from contextlib import nullcontext
 from functools import reduce
-from types import ModuleType, SimpleNamespace
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
+from fakes import module
 
 from kvpatch.patch import Patch, Transaction
 from kvpatch.patches.ascend import allocation, device, order, presence, ran
@@ -43,22 +43,17 @@ def test_a_release_whose_sources_were_compared_says_what_it_lacks():
 
 
 def test_an_engine_starts_on_the_emulated_npu_only(monkeypatch):
-    platform(monkeypatch, "npu")
-    settled: list[bool] = []
-    monkeypatch.setattr(presence, "_version", lambda name: "0.23.0")
-    monkeypatch.setattr(presence, "_built", lambda: EMULATOR)
+    settled = []
+    npu_with(monkeypatch, EMULATOR)
     monkeypatch.setattr(presence, "settle", lambda: settled.append(True))
     assert presence.wanted() is True
     assert settled == [True]
 
 
 def test_an_npu_that_passed_the_probe_starts_and_says_that_no_engine_of_ours_ran_there(monkeypatch):
-    platform(monkeypatch, "npu")
-    monkeypatch.setattr(presence, "_version", lambda name: "0.23.0")
-    monkeypatch.setattr(presence, "_built", lambda: CANN)
-    monkeypatch.setattr(presence, "_passed", lambda: "2026-11-24")
+    npu_with(monkeypatch, CANN, passed="2026-11-24")
     monkeypatch.setattr(presence, "settle", lambda: None)
-    warned: list[str] = []
+    warned = []
     monkeypatch.setattr(presence.log, "warning", lambda text, *args: warned.append(text % args))
     assert presence.wanted() is True
     assert warned == [
@@ -76,20 +71,24 @@ def test_the_probe_lifts_its_own_refusal_only(built, code):
 
 
 def test_vllm_ascend_makes_its_patches_before_its_worker_is_imported(monkeypatch):
-    order: list[str] = []
-    utils = ModuleType("vllm_ascend.utils")
-    utils.adapt_patch = lambda is_global_patch: order.append(f"global {is_global_patch}")
-    for module in (ModuleType("vllm_ascend"), utils):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
+    order = []
+    adapt_patch = lambda is_global_patch: order.append(f"global {is_global_patch}")  # noqa: E731
+    module(monkeypatch, "vllm_ascend.utils", adapt_patch=adapt_patch)
     monkeypatch.setattr("importlib.import_module", order.append)
     presence.settle()
     assert order == ["global True", "vllm_ascend.worker.worker"]
 
 
-def platform(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    module = ModuleType("vllm.platforms")
-    module.current_platform = SimpleNamespace(device_type=kind)
-    monkeypatch.setitem(sys.modules, "vllm.platforms", module)
+def platform(monkeypatch, kind):
+    module(monkeypatch, "vllm.platforms", current_platform=SimpleNamespace(device_type=kind))
+
+
+def npu_with(monkeypatch, built, passed=""):
+    """An NPU whose vllm-ascend was built so, and on which the probe passed on a day."""
+    platform(monkeypatch, "npu")
+    monkeypatch.setattr(presence, "_version", lambda name: "0.23.0")
+    monkeypatch.setattr(presence, "_built", lambda: built)
+    monkeypatch.setattr(presence, "_passed", lambda: passed)
 
 
 def test_another_device_is_not_asked_about(monkeypatch):
@@ -99,10 +98,7 @@ def test_another_device_is_not_asked_about(monkeypatch):
 
 
 def test_an_npu_is_refused_in_one_sentence(monkeypatch):
-    platform(monkeypatch, "npu")
-    monkeypatch.setattr(presence, "_version", lambda name: "0.23.0")
-    monkeypatch.setattr(presence, "_built", lambda: CANN)
-    monkeypatch.setattr(presence, "_passed", lambda: "")
+    npu_with(monkeypatch, CANN)
     with pytest.raises(Refusal) as error:
         presence.wanted()
     assert str(error.value) == (
@@ -136,12 +132,11 @@ def test_kvcached_reads_the_npus_memory_as_cudas():
     assert torch.int8 == "kept"
 
 
-def npu(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def npu(monkeypatch):
     """Return the devices that ``torch.npu`` is told to wait for; () for the current one."""
-    waited: list[Any] = []
-    torch = ModuleType("torch")
-    torch.npu = SimpleNamespace(synchronize=lambda *device: waited.append(device))
-    monkeypatch.setitem(sys.modules, "torch", torch)
+    waited = []
+    npu = SimpleNamespace(synchronize=lambda *device: waited.append(device))
+    module(monkeypatch, "torch", npu=npu)
     return waited
 
 
@@ -166,48 +161,34 @@ def test_the_barrier_waits_for_the_workers_npu_and_is_pickled_by_name(monkeypatc
 class Backend:
     """What ``NPUDmaCopyBackend.launch_copy`` was called with."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.recorded: list[Any] = []
+    def __init__(self, monkeypatch):
+        self.recorded = []
         recorded = self.recorded
 
         class Event:
-            def record(self, stream: str) -> None:
+            def record(self, stream):
                 recorded.append((self, stream))
 
-        torch = ModuleType("torch")
-        torch.npu = SimpleNamespace(Event=Event, current_stream=lambda: "computation")
-        monkeypatch.setitem(sys.modules, "torch", torch)
+        npu = SimpleNamespace(Event=Event, current_stream=lambda: "computation")
+        module(monkeypatch, "torch", npu=npu)
 
     def launch_copy(
-        self,
-        src_blocks: Any,
-        dst_blocks: Any,
-        is_store: bool,
-        event_idx: int,
-        events_list: Any,
-        wait_event: Any = None,
-    ) -> None:
+        self, src_blocks, dst_blocks, is_store, event_idx, events_list, wait_event=None
+    ):
         self.waited = wait_event
 
 
+@pytest.mark.parametrize("more", [{}, {"wait_event": None}])
 @pytest.mark.parametrize("by_name", [False, True])
-def test_a_store_waits_for_the_computation(monkeypatch, by_name):
+def test_a_store_waits_for_the_computation(monkeypatch, by_name, more):
     backend = Backend(monkeypatch)
     given = {"src_blocks": [1], "dst_blocks": [2], "is_store": True, "event_idx": 0}
-    given["events_list"] = []
+    given |= {"events_list": [], **more}
     args, kwargs = ((), given) if by_name else (tuple(given.values()), {})
     order.around_launch(backend.launch_copy, backend, args, kwargs)
     ((event, stream),) = backend.recorded
     assert backend.waited is event
     assert stream == "computation"
-
-
-@pytest.mark.parametrize("args", [([1], [2], True, 0, [], None), ([1], [2], True, 0, [])])
-def test_an_event_that_is_none_is_none(monkeypatch, args):
-    backend = Backend(monkeypatch)
-    order.around_launch(backend.launch_copy, backend, args, {})
-    assert len(backend.recorded) == 1
-    assert backend.waited is not None
 
 
 @pytest.mark.parametrize(
@@ -232,7 +213,7 @@ class Enumerated(enum.Enum):
     NONE = 0
 
 
-def configured(**changes: Any) -> Any:
+def configured(**changes):
     """What vLLM and vllm-ascend make of the engine test's arguments; paths with ``__``."""
     parts = SimpleNamespace
     made = parts(
@@ -305,12 +286,12 @@ def configured(**changes: Any) -> Any:
     return made
 
 
-def here(device: str = "npu", contiguous: bool = False, **environment: str) -> Facts:
+def here(device="npu", contiguous=False, **environment):
     installed = Installed.release("vllm", "0.23.0"), Installed.release("kvcached", "0.1.6")
     return Facts(*installed, environment, device, contiguous)
 
 
-def refused_with(facts: Facts, **changes: Any) -> list[str]:
+def refused_with(facts, **changes):
     config = configured(**changes)
     return [rule.code for rule in RULES if rule.applies(config, facts)]
 
@@ -359,28 +340,25 @@ def test_other_ways_of_running_on_an_npu_do_not_start(changes):
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
+    "set_there",
     [
-        ("KVPATCH_HOST_POOL", "1GiB"),
-        ("KVPATCH_IDLE", "30s"),
-        ("KVPATCH_FIRST_LIMIT", "25%"),
-        ("KVPATCH_DEBUG", "1"),
-        ("KVCACHED_PAGE_SIZE_MB", "4"),
-        ("VLLM_ENABLE_V1_MULTIPROCESSING", "0"),
-        ("VLLM_ASCEND_ENABLE_NZ", "2"),
+        {"KVPATCH_HOST_POOL": "1GiB"},
+        {"KVPATCH_IDLE": "30s"},
+        {"KVPATCH_FIRST_LIMIT": "25%"},
+        {"KVPATCH_DEBUG": "1"},
+        {"KVCACHED_PAGE_SIZE_MB": "4"},
+        {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+        {"VLLM_ASCEND_ENABLE_NZ": "2"},
+        {"contiguous": True},
     ],
 )
-def test_a_variable_that_was_not_set_there_is_refused(name, value):
-    assert refused_with(here(**{name: value})) == ["KVP606"]
-    assert refused_with(here("cuda", **{name: value})) == []
+def test_an_environment_that_did_not_run_there_is_refused(set_there):
+    assert refused_with(here(**set_there)) == ["KVP606"]
+    assert refused_with(here("cuda", **set_there)) == []
 
 
 def test_a_run_of_kvpatch_verify_has_its_audit():
     assert refused_with(here(KVPATCH_DEBUG="1", KVPATCH_VERIFY="/run")) == []
-
-
-def test_memory_that_is_contiguous_did_not_run():
-    assert refused_with(here(contiguous=True)) == ["KVP606"]
 
 
 def test_the_connector_whose_spec_does_not_import_has_a_reason_of_its_own():
@@ -400,10 +378,10 @@ class SlidingWindowSpec:
 class Runner:
     """``NPUModelRunner`` with kvcached's methods of vLLM's runner."""
 
-    def _allocate_kv_cache_from_kvcached(self, config: Any) -> str:
+    def _allocate_kv_cache_from_kvcached(self, config):
         return "kvcached's pools"
 
-    def _reshape_kv_cache_tensors_from_kvcached(self, config: Any, pools: str) -> dict[str, Any]:
+    def _reshape_kv_cache_tensors_from_kvcached(self, config, pools):
         assert pools == "kvcached's pools"
         return {"layer": Cache(SimpleNamespace(half="K"), SimpleNamespace(half="V"))}
 
@@ -411,13 +389,13 @@ class Runner:
 class Cache(tuple):
     """A tensor of K and V, with the view of its blocks."""
 
-    def __new__(cls, *halves: Any) -> "Cache":
+    def __new__(cls, *halves):
         made = super().__new__(cls, halves)
         made[0]._kvcached_block_copy_view = "the view"
         return made
 
 
-def plan(*kinds: type) -> Any:
+def plan(*kinds):
     groups = [SimpleNamespace(kv_cache_spec=kind()) for kind in kinds]
     return SimpleNamespace(kv_cache_groups=groups)
 
@@ -436,9 +414,8 @@ def test_the_kv_cache_is_allocated_by_kvcached():
     "kinds", [(SlidingWindowSpec,), (FullAttentionSpec, FullAttentionSpec), ()]
 )
 def test_another_kv_cache_is_refused_on_an_npu(kinds):
-    with pytest.raises(Refusal) as error:
+    with pytest.raises(Refusal, match="KVP605"):
         allocation.from_kvcached(pytest.fail, Runner(), (), {"kv_cache_config": plan(*kinds)})
-    assert error.value.code == "KVP605"
 
 
 @pytest.mark.parametrize("first", ["the view", None])
@@ -447,18 +424,19 @@ def test_a_kv_cache_that_is_not_kvcacheds_is_seen(monkeypatch, first):
     monkeypatch.setattr(record, "roles", [])
     monkeypatch.setattr(record, "elastic", None)
     monkeypatch.setattr(record, "applied", [])
-    key = SimpleNamespace(_kvcached_block_copy_view=first)
-    made = {"layer": (key, SimpleNamespace())}
-    if first is None:
-        with pytest.raises(Refusal) as error:
-            allocation.around_kv_cache_tensors(lambda config: made, runner(), ("plan",), {})
-        assert error.value.code == "KVP402"
-        return
-    assert allocation.around_kv_cache_tensors(lambda config: made, runner(), ("plan",), {}) is made
-    assert record.elastic is True
+    with pytest.raises(Refusal, match="KVP402") if first is None else nullcontext():
+        tensors(runner(), first)
+        assert record.elastic is True
 
 
-def runner(scheduler: type = object) -> Any:
+def tensors(runner, first="the view"):
+    """Let a runner make its KV cache, whose first part is kvcached's."""
+    made = {"layer": (SimpleNamespace(_kvcached_block_copy_view=first), SimpleNamespace())}
+    around = allocation.around_kv_cache_tensors
+    assert around(lambda config: made, runner, ("plan",), {}) is made
+
+
+def runner(scheduler=object):
     """A runner of an engine with a scheduler."""
     of_scheduler = SimpleNamespace(get_scheduler_cls=lambda: scheduler)
     return SimpleNamespace(vllm_config=SimpleNamespace(scheduler_config=of_scheduler))
@@ -467,15 +445,15 @@ def runner(scheduler: type = object) -> Any:
 SCHEDULER = "vllm.v1.core.sched.scheduler"
 
 
-def loud(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> str:
+def loud(wrapped, instance, args, kwargs):
     return f"ours over {wrapped(*args, **kwargs)}"
 
 
 class Scheduler:
-    def schedule(self) -> str:
+    def schedule(self):
         return "vLLM's"
 
-    def has_requests(self) -> str:
+    def has_requests(self):
         return "vLLM's"
 
 
@@ -483,12 +461,8 @@ class Scheduler:
 def vllm(monkeypatch):
     """vLLM's scheduler with two rows of ours on it, of which one has a third above it."""
     monkeypatch.setattr(record, "say", lambda: None)
-    names = SCHEDULER.split(".")
-    for count in range(1, len(names) + 1):
-        name = ".".join(names[:count])
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    module: Any = sys.modules[SCHEDULER]
-    module.Scheduler = type("Scheduler", (Scheduler,), dict(vars(Scheduler)))
+    scheduler = type("Scheduler", (Scheduler,), dict(vars(Scheduler)))
+    made = module(monkeypatch, SCHEDULER, Scheduler=scheduler)
     transaction = Transaction()
     transaction.apply_all(
         Patch(
@@ -498,14 +472,12 @@ def vllm(monkeypatch):
         for name in ("schedule", "has_requests", "schedule twice")
     )
     monkeypatch.setattr(record, "applied", transaction.applied)
-    return module
+    return made
 
 
-def start(scheduler: type) -> None:
+def start(scheduler):
     """Let a worker make its KV cache."""
-    key = SimpleNamespace(_kvcached_block_copy_view="the view")
-    made = {"layer": (key, SimpleNamespace())}
-    allocation.around_kv_cache_tensors(lambda config: made, runner(scheduler), ("plan",), {})
+    tensors(runner(scheduler))
 
 
 def test_an_engine_with_all_patches_starts(vllm):
@@ -548,21 +520,15 @@ def test_an_engine_whose_scheduler_is_not_the_patched_one_is_refused(vllm):
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_kvcacheds_listener_ends_with_the_worker(monkeypatch, fails):
-    ended: list[str] = []
-    for name in ("kvcached", "kvcached.tp_ipc_util"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    ipc = sys.modules["kvcached.tp_ipc_util"]
+    ended = []
+    ipc = module(monkeypatch, "kvcached.tp_ipc_util")
     ipc.stop_worker_listener_threads = lambda: ended.append("listener")
-    sys.modules["kvcached"].tp_ipc_util = ipc
 
-    def shutdown() -> None:
+    def shutdown():
         ended.append("worker")
         if fails:
             raise OSError
 
-    if fails:
-        with pytest.raises(OSError):
-            allocation.after_shutdown(shutdown, None, (), {})
-    else:
+    with pytest.raises(OSError) if fails else nullcontext():
         allocation.after_shutdown(shutdown, None, (), {})
     assert ended == ["worker", "listener"]

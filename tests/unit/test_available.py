@@ -1,11 +1,9 @@
 """Pages are counted when they change, and their blocks known in between."""
 
-import sys
 from contextlib import nullcontext
-from types import ModuleType
-from typing import Any
 
 import pytest
+from fakes import module
 
 from kvpatch.patches.elastic_memory import available
 
@@ -15,17 +13,17 @@ SECONDS = 0.1
 class Manager:
     """kvcached's manager: 4 blocks in mapped pages, and what its allocator answers."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self._lock = nullcontext()
         self.num_avail_blocks, self.reserved_blocks = 3, [7]
         self.in_shrink = False
-        self._avail_physical_pages_cache: int | None = None
+        self._avail_physical_pages_cache = None
         self._avail_physical_pages_ts = 0.0
         self.now = 100.0
         self.pages = 10
         self.counted = 0
 
-    def count(self) -> int:
+    def count(self):
         """As ``available_size``, with pages of 8 blocks."""
         self.counted += 1
         if self._avail_physical_pages_cache is None or self.now >= self.read_until:
@@ -35,18 +33,13 @@ class Manager:
         return self.num_avail_blocks + len(self.reserved_blocks) + 8 * pages
 
     @property
-    def read_until(self) -> float:
+    def read_until(self):
         return self._avail_physical_pages_ts + SECONDS
 
 
 @pytest.fixture
 def manager(monkeypatch):
-    package: Any = ModuleType("kvcached")
-    module: Any = ModuleType("kvcached.kv_cache_manager")
-    package.kv_cache_manager = module
-    module._AVAIL_PHYSICAL_PAGES_TTL_S = SECONDS
-    monkeypatch.setitem(sys.modules, "kvcached", package)
-    monkeypatch.setitem(sys.modules, "kvcached.kv_cache_manager", module)
+    module(monkeypatch, "kvcached.kv_cache_manager", _AVAIL_PHYSICAL_PAGES_TTL_S=SECONDS)
     made = Manager()
     monkeypatch.setattr(available.time, "monotonic", lambda: made.now)
     return made

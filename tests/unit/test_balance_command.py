@@ -2,18 +2,15 @@
 
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -37,25 +34,22 @@ sys.exit(cli.main(["balance", *sys.argv[2:]]))
 """
 
 
-@pytest.fixture(autouse=True)
-def base(monkeypatch):
-    """A /dev/shm of its own, whose path is short enough for a socket."""
-    folder = Path(tempfile.mkdtemp(dir="/tmp"))
-    monkeypatch.setattr(claims, "BASE", folder)
-    monkeypatch.setenv("KVPATCH_STATUS_DIR", str(folder))
-    yield folder
-    shutil.rmtree(folder)
+@pytest.fixture
+def base():
+    """What a test has in the place of /dev/shm."""
+    return claims.BASE
 
 
 class Engine:
     """What listens at the socket of an engine, and keeps to a limit at once."""
 
-    def __init__(self, name: str, limit: int, mapped: int, device: int, **more: Any) -> None:
+    def __init__(self, name, limit, mapped, device, **more):
         self.name, self.limit, self.mapped, self.device = name, limit, mapped, device
-        self.more: dict[str, Any] = {"needs": 0, "waiting": 0, "least": 50 * MIB} | more
+        self.more = {"needs": 0, "waiting": 0, "least": 50 * MIB} | more
+        self.more_said = {}  # whatever the question is
         self.revision = 0
         self.mute = False
-        self.others: list[Engine] = []
+        self.others = []
         private.make_folder(protocol.folder())
         self.path = protocol.path_of(name)
         self._socket = socket.socket(socket.AF_UNIX)
@@ -63,7 +57,7 @@ class Engine:
         self._socket.listen(64)
         threading.Thread(target=self._run, daemon=True).start()
 
-    def _run(self) -> None:
+    def _run(self):
         while True:
             try:
                 connection, _ = self._socket.accept()
@@ -71,15 +65,15 @@ class Engine:
                 return
             threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
-    def _serve(self, connection: socket.socket) -> None:
+    def _serve(self, connection):
         with connection, suppress(OSError, StopIteration):
             asked = next(protocol.lines(connection))
             while self.mute:
                 time.sleep(0.05)
-            protocol.send(connection, self.answer(asked) | {"done": True})
+            protocol.send(connection, self.answer(asked) | self.more_said | {"done": True})
 
-    def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
-        said: dict[str, Any] = {"phase": "runs", "limit": self.limit, "mapped": self.mapped}
+    def answer(self, asked):
+        said = {"phase": "runs", "limit": self.limit, "mapped": self.mapped}
         if asked["verb"] == "describe":
             about = {"name": self.name, "pid": os.getpid(), "models": [f"model-{self.name}"]}
             counts = {"running": 0, "waiting": self.more["waiting"], "revision": self.revision}
@@ -95,7 +89,7 @@ class Engine:
         self.mapped = min(self.mapped, self.limit)
         return said | {"limit": self.limit, "mapped": self.mapped}
 
-    def close(self) -> None:
+    def close(self):
         self.mute = False
         self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -113,7 +107,7 @@ def pair():
     code.close()
 
 
-def start(base: Path, *words: str) -> subprocess.Popen[str]:
+def start(base, *words):
     return subprocess.Popen(
         [sys.executable, "-c", RUN, str(base), *words],
         stdout=subprocess.PIPE,
@@ -239,7 +233,7 @@ def test_one_that_answers_at_last_is_the_engine_that_it_was(pair, monkeypatch):
 
     monkeypatch.setattr(seen, "PATIENCE", 0.3)
     _, code = pair
-    said: list[str] = []
+    said = []
     balance = loop.Balance(tell=lambda event: said.append(event.line.partition(" ")[2]))
     code.mute = True
     balance.round()
@@ -262,10 +256,9 @@ def test_what_answers_nonsense_is_an_engine_that_does_not_answer(pair):
 
 def test_an_engine_that_started_again_in_its_container_has_the_same_pid(pair):
     chat, _ = pair
-    answer, started = chat.answer, [5]
-    chat.answer = lambda asked: answer(asked) | {"started": started[0]}
+    chat.more_said["started"] = 5
     before = seen.look({})
-    started[0] = 6
+    chat.more_said["started"] = 6
     after = seen.look(before)
     assert before["chat"].engine.born != after["chat"].engine.born
     assert before["code"].engine.born == after["code"].engine.born
@@ -276,7 +269,7 @@ def test_what_is_mapped_is_of_the_moment_of_what_is_free(pair):
     _, code = pair
     answer = code.answer
 
-    def gives_back(asked: dict[str, Any]) -> dict[str, Any]:
+    def gives_back(asked):
         said = answer(asked)
         code.mapped = 100 * MIB
         if asked["verb"] == "demand":
@@ -333,9 +326,7 @@ def test_what_came_from_a_disk_is_found_once(pair, monkeypatch):
 
 def test_a_suspended_engine_is_seen_with_what_it_will_take_back(pair):
     chat, _ = pair
-    answer = chat.answer
-    said = {"phase": "suspended", "limit": 2 * MIB, "promised": 300 * MIB}
-    chat.answer = lambda asked: answer(asked) | said
+    chat.more_said = {"phase": "suspended", "limit": 2 * MIB, "promised": 300 * MIB}
     found = seen.look({})["chat"].engine
     assert (found.suspended, found.answers, found.limit) == (True, True, 300 * MIB)
 
@@ -343,8 +334,7 @@ def test_a_suspended_engine_is_seen_with_what_it_will_take_back(pair):
 @pytest.mark.parametrize("phase", ["pausing", "storing", "releasing", "resuming"])
 def test_an_engine_on_its_way_into_a_suspension_or_back_is_left_alone(pair, phase):
     chat, _ = pair
-    answer = chat.answer
-    chat.answer = lambda asked: answer(asked) | {"phase": phase}
+    chat.more_said = {"phase": phase}
     found = seen.look({})["chat"]
     assert (found.engine.answers, found.engine.suspended) == (False, False)
     assert found.why_not == f"it is {phase}"
@@ -429,7 +419,7 @@ def test_an_answer_is_not_waited_for_for_ever(pair):
         found.demand(patience=0.2)
 
 
-def parsed(*words: str) -> Options:
+def parsed(*words):
     (balance,) = (one for one in cli.COMMANDS if one.name == "balance")
     return command.read(cli.parser([balance]).parse_args(["balance", *words]))
 

@@ -1,20 +1,19 @@
 """Who may map how much: the policy of ``kvpatch balance``, a function."""
 
 import random
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import pytest
 
 from kvpatch.balance import policy
-from kvpatch.balance.records import Engine, Past, Plan, Settings, Terms
+from kvpatch.balance.records import Engine, Past, Settings, Terms
 
 MIB = 1 << 20
 DEVICE = 1000 * MIB
 SETTINGS = Settings(page=MIB)
 
 
-def engine(name: str, limit: int, mapped: int | None = None, **changes: object) -> Engine:
+def engine(name, limit, mapped=None, **changes):
     """An engine, whose sizes are MiB; it has mapped all that it may unless it is told."""
     sizes = {
         part: value * MIB if part in ("least", "needs", "most", "found") else value
@@ -26,25 +25,19 @@ def engine(name: str, limit: int, mapped: int | None = None, **changes: object) 
     return Engine(name, limit * MIB, full * MIB, **given)
 
 
-def plan(
-    *engines: Engine,
-    past: Mapping[str, Past] | None = None,
-    now: float = 1000.0,
-    device: int = DEVICE,
-    **terms: Terms,
-) -> Plan:
-    def of(name: str) -> Terms:
+def plan(*engines, past=None, now=1000.0, device=DEVICE, **terms):
+    def of(name):
         return terms.get(name, Terms())
 
     return policy.plan(engines, device, past or {}, now, of, SETTINGS)
 
 
-def limits(made: Plan) -> dict[str, int]:
+def limits(made):
     """The limits that change, in MiB."""
     return {move.name: move.limit // MIB for move in made.moves}
 
 
-def rated(now: float = 999.0, **rates: float) -> dict[str, Past]:
+def rated(now=999.0, **rates):
     """Engines that have been there for long, and find so much in a second."""
     return {name: Past(0, now, 0.0, rate) for name, rate in rates.items()}
 
@@ -334,12 +327,12 @@ def test_the_same_engines_in_another_order_get_the_same():
     assert plan(a, b) == plan(b, a)
 
 
-def granted(made: Plan, *engines: Engine, device: int = DEVICE) -> dict[str, int]:
+def granted(made, *engines, device=DEVICE):
     found = policy.grants(made.moves, engines, device, MIB)
     return {move.name: move.limit // MIB for move in found}
 
 
-def moved() -> Plan:
+def moved():
     waits = engine("a", 300, needs=480, waiting=3, running=2)
     return plan(waits, engine("b", 700), past=rated(a=0.0, b=9.0))
 
@@ -415,7 +408,7 @@ def test_limits_stay_within_the_device_and_the_rules(seed):
         name: engine(name, rng.choice([100, 400, 1000]), 0, least=rng.choice([20, 60]))
         for name in "abcd"
     }
-    past: Mapping[str, Past] = {}
+    past = {}
     for now in range(60):
         for name, one in world.items():
             needs = rng.choice([0, 0, 50, 300, 2000]) * MIB
@@ -443,8 +436,3 @@ def test_limits_stay_within_the_device_and_the_rules(seed):
             kept = 1 - SETTINGS.lent if terms[name].lends else 1.0
             assert one.limit >= max(terms[name].floor, int(one.least * kept))
             assert one.limit <= max(terms[name].ceiling or DEVICE, least)
-
-
-def test_a_policy_is_chosen_by_arguments_alone():
-    made: Callable[[], Plan] = moved
-    assert made() == made()

@@ -10,7 +10,7 @@ from harness.balancing.traces import Turn
 BLOCK = 1 << 20
 
 
-def requests(engines: int = 2, count: int = 60) -> list[Request]:
+def requests(engines=2, count=60):
     """Prompts of a few conversations of each engine, one after the other."""
     drawn = random.Random(0)
     found = []
@@ -45,9 +45,9 @@ def test_with_memory_for_all_every_arm_finds_the_same():
 def test_a_short_pool_is_shared_and_never_exceeded(monkeypatch):
     blocks, most = 32, 0
     turn = host_pool.Keeper.turn
-    tiers: set[host_pool.Extents] = set()
+    tiers = set()
 
-    def turned(self: host_pool.Keeper) -> None:
+    def turned(self):
         nonlocal most
         turn(self)
         tiers.add(self.extents)

@@ -1,10 +1,10 @@
 """A KV cache that does not fill kvcached's pages, or is larger than the device."""
 
 import sys
-from types import ModuleType, SimpleNamespace
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
+from fakes import module
 
 from kvpatch.patches.elastic_memory import capacity, legacy
 from kvpatch.refusal import Refusal
@@ -22,22 +22,8 @@ class InternalPage:
     """kvcached's: the blocks that are in a page as a whole."""
 
     @staticmethod
-    def get_block_range(page: int, page_size: int, block: int) -> tuple[int, int]:
+    def get_block_range(page, page_size, block):
         return -(-page * page_size // block), (page + 1) * page_size // block
-
-
-def module(monkeypatch: pytest.MonkeyPatch, name: str, **content: Any) -> ModuleType:
-    parts = name.split(".")
-    for depth in range(1, len(parts)):
-        package = ".".join(parts[:depth])
-        if package not in sys.modules:
-            monkeypatch.setitem(sys.modules, package, ModuleType(package))
-    made = ModuleType(name)
-    vars(made).update(content)
-    monkeypatch.setitem(sys.modules, name, made)
-    if len(parts) > 1:
-        monkeypatch.setattr(sys.modules[".".join(parts[:-1])], parts[-1], made, raising=False)
-    return made
 
 
 @pytest.fixture(autouse=True)
@@ -59,22 +45,22 @@ class Spec:
 
     block_size, page_size_bytes = TOKENS, 2 * BLOCK
 
-    def __init__(self, window: int = 0) -> None:
+    def __init__(self, window=0):
         self.window = window
 
-    def max_memory_usage_bytes(self, config: Any) -> int:
+    def max_memory_usage_bytes(self, config):
         tokens = config.model_config.max_model_len
         if self.window:
             tokens = min(tokens, self.window)
         return int(-(-tokens // self.block_size) * self.page_size_bytes)
 
 
-def cache(blocks: int, *windows: int) -> Any:
+def cache(blocks, *windows):
     groups = [SimpleNamespace(kv_cache_spec=Spec(window)) for window in (0, *windows)]
     return SimpleNamespace(num_blocks=blocks, kv_cache_groups=groups)
 
 
-def engine(tokens: int, auto: bool = False, override: int | None = None) -> Any:
+def engine(tokens, auto=False, override=None):
     """An ``EngineCore``; ``told`` has what it told its workers."""
     model = SimpleNamespace(max_model_len=tokens, original_max_model_len=-1 if auto else tokens)
     made = SimpleNamespace(
@@ -87,10 +73,10 @@ def engine(tokens: int, auto: bool = False, override: int | None = None) -> Any:
     return made
 
 
-def start(core: Any, found: Any) -> Any:
+def start(core, found):
     config = object()
 
-    def wrapped(given: Any) -> Any:
+    def wrapped(given):
         assert given is config
         return found
 
@@ -190,24 +176,24 @@ class Older:
     """kvcached's patches on vLLM before 0.29, for K and V that are apart."""
 
     @staticmethod
-    def _get_first_attention_group(config: Any) -> Any:
+    def _get_first_attention_group(config):
         return next(iter(config.kv_cache_groups), None)
 
     @staticmethod
-    def _infer_attention_type(config: Any) -> str:
+    def _infer_attention_type(config):
         return "MHA"
 
     @staticmethod
-    def _get_kv_cache_params(spec: Any, tokens: int, attention_type: str) -> tuple[int, int]:
+    def _get_kv_cache_params(spec, tokens, attention_type):
         assert attention_type == "MHA"
         return spec.page_size_bytes // tokens // 2, 2
 
     @staticmethod
-    def _get_group_size(config: Any) -> int:
+    def _get_group_size(config):
         return POOLS
 
 
-def release(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+def release(monkeypatch, version):
     facts = SimpleNamespace(vllm=Installed.release("vllm", version))
     monkeypatch.setattr(legacy, "record", SimpleNamespace(facts=facts))
 
@@ -218,7 +204,7 @@ def older(monkeypatch):
     module(monkeypatch, "kvcached.integration.vllm.patches")
     monkeypatch.setattr(sys.modules["kvcached.integration.vllm"], "patches", Older)
 
-    def check(size: int, page: int) -> str | None:
+    def check(size, page):
         return None if size <= page else "larger than the page"
 
     module(monkeypatch, "kvcached.kv_geometry", check_page_geometry=check)
@@ -226,7 +212,7 @@ def older(monkeypatch):
 
 @pytest.mark.usefixtures("older")
 def test_before_0_20_no_length_is_lowered_that_the_frontend_does_not_hear_of(monkeypatch):
-    def begin() -> Any:
+    def begin():
         core = engine(4448, auto=True)
         legacy.around_kv_caches(lambda: cache(140), core, (), {})
         return core
@@ -240,7 +226,7 @@ def test_before_0_20_no_length_is_lowered_that_the_frontend_does_not_hear_of(mon
 @pytest.mark.usefixtures("older")
 @pytest.mark.parametrize("before_18", [True, False])
 def test_before_0_29_too(before_18):
-    def begin(tokens: int) -> Any:
+    def begin(tokens):
         found = (140, 0, cache(140)) if before_18 else cache(140)
         assert legacy.around_kv_caches(lambda: found, engine(tokens), (), {}) is found
 
@@ -259,7 +245,7 @@ def test_what_kvcached_cannot_have_before_0_29_it_says_itself(monkeypatch):
     assert legacy.around_kv_caches(lambda: large, engine(4096), (), {}) is large
 
 
-def allocate(monkeypatch: pytest.MonkeyPatch, blocks: int, device: int) -> str:
+def allocate(monkeypatch, blocks, device):
     properties = SimpleNamespace(total_memory=device)
     seen = SimpleNamespace(get_device_properties=lambda one: {"cuda:1": properties}[one])
     torch = SimpleNamespace(cuda=seen)

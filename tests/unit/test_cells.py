@@ -1,7 +1,6 @@
 """What the engines of a cell are asked, without an engine."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -28,8 +27,8 @@ CELL = Cell("0.32.0", "V2", "contiguous", "Offloading", "full attention")
 def asked(tmp_path, monkeypatch):
     """Return the runs of plain vLLM and of kvpatch's engine for a cell, and its trial."""
 
-    def asked(cell: Cell) -> tuple[Run, Run, cells.Trial]:
-        seen: list[tuple[Run, cells.Trial]] = []
+    def asked(cell):
+        seen = []
         engines = cells.Engines("0.32.0", tmp_path, print)
         monkeypatch.setattr(engines, "run", lambda run, trial, name: seen.append((run, trial)))
         trial = cells.trial_of(cell)
@@ -45,7 +44,7 @@ def asked(tmp_path, monkeypatch):
     return asked
 
 
-def every_cell() -> list[Cell]:
+def every_cell():
     return [cell for cell in axes.cells("0.32.0") if cell.layout == "contiguous"]
 
 
@@ -63,9 +62,9 @@ def test_plain_vllm_has_what_is_turned_on_and_no_connector(asked, cell):
 
 
 def test_plain_vllm_alone_is_the_reference_that_a_cell_has(asked, tmp_path, monkeypatch):
-    seen: list[tuple[Run, str]] = []
+    seen = []
 
-    def run(wanted: Run, trial: cells.Trial, name: str) -> dict[str, Any]:
+    def run(wanted, trial, name):
         seen.append((wanted, name))
         return {"failed": "ValueError: no"}
 
@@ -116,7 +115,7 @@ def test_what_a_library_says_of_its_leaks_is_left_out():
 
 
 def test_a_model_with_fp8_blocks_fills_a_page_of_k_where_k_and_v_are_apart(tmp_path, monkeypatch):
-    def heads(release: str, feature: str) -> int:
+    def heads(release, feature):
         found = []
         engines = cells.Engines(release, tmp_path, print)
         monkeypatch.setattr(
@@ -289,7 +288,7 @@ def test_each_engine_is_asked_as_much_as_one_is_and_then_what_another_one_knows(
     assert job["crossed"] == [first | {"rank": 1}, second | {"rank": 0}]
 
 
-def of_engines(**changes: Any) -> list[dict[str, Any]]:
+def of_engines(**changes):
     """What two engines write that were right, or two of plain vLLM's."""
     engines = []
     for rank in range(2):

@@ -7,12 +7,12 @@ import signal
 import stat
 import subprocess
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from fakes import raising
+from fakes import module, raising, transfer
 
 from kvpatch import claims, private, state
 from kvpatch.patches.elastic_memory import ipc_name, pool
@@ -41,8 +41,7 @@ class EngineCore:
 def shm(tmp_path, monkeypatch):
     """A folder in the place of /dev/shm, and an engine's name."""
     monkeypatch.setattr(claims, "BASE", tmp_path)
-    utils = SimpleNamespace(DEFAULT_IPC_NAME="chat")
-    monkeypatch.setitem(sys.modules, "kvcached.utils", utils)
+    module(monkeypatch, "kvcached.utils", DEFAULT_IPC_NAME="chat")
     return tmp_path
 
 
@@ -73,6 +72,16 @@ def holder(shm):
         process.communicate()
 
 
+@contextmanager
+def refused(code, said, remedy=""):
+    """What is refused with a code, in a sentence that has this, and whose remedy has that."""
+    with pytest.raises(Refusal) as refusal:
+        yield
+    assert refusal.value.code == code
+    assert said in str(refusal.value)
+    assert remedy in refusal.value.remedy
+
+
 def start(core=None, fails=None):
     """Start an engine, as far as its name goes."""
     core = core or EngineCore()
@@ -86,16 +95,23 @@ def start(core=None, fails=None):
     return core
 
 
+SHARED = (
+    "uses the kvcached name chat, because the two would share a page limit and unmap each other's "
+    "pages"
+)
+SEPARATELY = (
+    "engine as a separate program, and give each its own KVCACHED_IPC_NAME if you set one. [KVP414]"
+)
+
+
 def test_a_name_is_for_one_engine_and_its_process_is_named(shm, holder):
     process, said = holder()
     assert said == "holds"
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(Refusal) as refusal:
         start()
-    assert str(refused.value) == (
-        f"kvpatch refuses to start vLLM: another engine (pid {process.pid}) uses the kvcached "
-        "name chat, because the two would share a page limit and unmap each other's pages; start "
-        "every engine as a separate program, and give each its own KVCACHED_IPC_NAME if you set "
-        "one. [KVP414]"
+    assert str(refusal.value) == (
+        f"kvpatch refuses to start vLLM: another engine (pid {process.pid}) {SHARED}; start every "
+        f"{SEPARATELY}"
     )
 
 
@@ -256,13 +272,11 @@ def test_a_start_that_failed_gives_the_name_back(shm):
         start(fails=MemoryError("CUDA out of memory"))
     core = start()
     assert kept.value
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(Refusal) as refusal:
         start()
-    assert str(refused.value) == (
-        f"kvpatch refuses to start vLLM: another engine of this process (pid {os.getpid()}) uses "
-        "the kvcached name chat, because the two would share a page limit and unmap each other's "
-        "pages; shut that one down first, or start every engine as a separate program, and give "
-        "each its own KVCACHED_IPC_NAME if you set one. [KVP414]"
+    assert str(refusal.value) == (
+        f"kvpatch refuses to start vLLM: another engine of this process (pid {os.getpid()}) "
+        f"{SHARED}; shut that one down first, or start every {SEPARATELY}"
     )
     assert ipc_name.after_engine_shutdown(lambda: "shut down", core, (), {}) == "shut down"
     core = start()
@@ -289,22 +303,18 @@ def test_a_squatted_folder_is_a_refusal_that_names_it(shm, squat, other_user):
         path.mkdir()
         path.chmod(0o777)
         fault = "is open to other users (mode 0777)"
-    with pytest.raises(Refusal) as refused:
+    remedy = "have it removed by" if squat == "folder" else f"rm -r {path}"
+    with refused("KVP416", f"{path} {fault}, because", remedy):
         start()
-    assert f"{path} {fault}, because" in str(refused.value)
-    assert refused.value.code == "KVP416"
-    assert ("have it removed by" if squat == "folder" else f"rm -r {path}") in refused.value.remedy
 
 
 def test_a_full_shm_is_a_refusal(shm, monkeypatch):
-    def full(*args):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr(os, "posix_fallocate", raising(full))
     core = EngineCore()
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(Refusal) as refusal:
         start(core)
-    assert str(refused.value) == (
+    assert str(refusal.value) == (
         f"kvpatch refuses to start vLLM: {shm}/chat cannot be made, because it failed with "
         f"OSError: No space left on device; make room in {shm} (df -h {shm}; --shm-size of a "
         "container), or set KVPATCH=0. [KVP417]"
@@ -366,25 +376,15 @@ def test_a_squatted_pool_is_a_refusal_that_names_it(shm, squat, other_user):
         (shm / "elsewhere").touch(0o600)
         path.hardlink_to(shm / "elsewhere")
         fault = "has a second name (a hard link)"
-    with pytest.raises(Refusal) as refused:
+    with refused("KVP416", f"{path} {fault}, because its owner could", "KVCACHED_IPC_NAME"):
         pool.make("chat")
-    assert f"{path} {fault}, because its owner could" in str(refused.value)
-    assert refused.value.code == "KVP416"
-    assert "KVCACHED_IPC_NAME" in refused.value.remedy
     if squat == "link":
         assert (shm / "elsewhere").read_bytes() == b""
 
 
-def transfer(name, **more):
-    """A ``KVTransferConfig``."""
-    given = {"kv_connector_module_path": None, "kv_connector_extra_config": {}} | more
-    return SimpleNamespace(kv_connector=name, **given)
-
-
 def tier(engine_id="one", core=None, start=lambda config: "started"):
-    config = SimpleNamespace(
-        kv_transfer_config=transfer("OffloadingConnector", engine_id=engine_id)
-    )
+    config = SimpleNamespace(kv_transfer_config=transfer("OffloadingConnector"))
+    config.kv_transfer_config.engine_id = engine_id
     return shared_memory.around_engine_core(start, core or EngineCore(), (config,), {})
 
 
@@ -392,9 +392,9 @@ def test_two_engines_with_one_engine_id_that_start_together(shm):
     """vLLM makes the file when the model is loaded: the second engine starts before that."""
 
     def while_the_first_loads(config):
-        with pytest.raises(Refusal) as refused:
+        with pytest.raises(Refusal) as refusal:
             tier()
-        assert str(refused.value) == (
+        assert str(refusal.value) == (
             f"kvpatch refuses to start vLLM: another engine of this process (pid {os.getpid()}) "
             f"has the engine_id one, because the two would share {shm}/vllm_offload_one.mmap, and "
             "load each other's blocks; give each engine its own engine_id in kv_transfer_config. "
@@ -413,12 +413,8 @@ def test_two_engines_with_one_engine_id_that_start_together(shm):
 
 def test_a_region_that_is_there_is_a_refusal_and_the_engine_id_free_again(path):
     path.touch(0o600)
-    with pytest.raises(Refusal) as refused:
+    with refused("KVP413", f"the CPU tier's shared memory {path} already exists, because another"):
         tier()
-    assert f"the CPU tier's shared memory {path} already exists, because another" in str(
-        refused.value
-    )
-    assert refused.value.code == "KVP413"
     path.unlink()
     assert tier() == "started"
 
@@ -568,10 +564,8 @@ def test_the_scheduler_maps_what_its_workers_have(path, workers, name):
 
 
 def refused_scheduler(path, **more):
-    with pytest.raises(Refusal) as refused:
+    with refused("KVP427", f"shared memory {path} was removed or replaced while"):
         region(path, rank=None, **more)
-    assert f"shared memory {path} was removed or replaced while" in str(refused.value)
-    assert refused.value.code == "KVP427"
 
 
 def test_a_scheduler_that_finds_no_region_makes_none(path, workers):
@@ -590,22 +584,20 @@ def test_a_scheduler_that_maps_another_file_than_its_workers_is_refused(path, wo
     refused_scheduler(path, before=path.unlink)
 
 
-def test_workers_that_map_two_files_are_refused(path, workers):
-    workers(path)
-    path.unlink()
-    workers(path)
-    refused_scheduler(path)
-
-
 def test_a_worker_that_finds_no_region_of_its_pool_is_refused(path, workers):
     """The engine has made it, and no worker makes another."""
     with pytest.raises(Refusal, match="KVP427"):
         region(path, before=path.stat)
 
 
-def test_a_worker_that_maps_nothing_is_refused(path, workers):
+@pytest.mark.parametrize("maps", ["two files", "nothing"])
+def test_workers_that_map_two_files_are_refused(path, workers, maps):
     workers(path)
-    shared_memory.expect([*shared_memory._of_workers, {}])
+    if maps == "two files":
+        path.unlink()
+        workers(path)
+    else:
+        shared_memory.expect([*shared_memory._of_workers, {}])
     refused_scheduler(path)
 
 
@@ -618,17 +610,13 @@ def test_a_region_that_another_user_made_is_a_refusal_that_names_him(path, when,
 
     if when == "before":
         plant()
-    with pytest.raises(Refusal) as refused:
+    said = f"{path} belongs to {private.user(os.getuid())}, because another user could read"
+    with refused("KVP416", said, "engine_id"):
         region(path, before=plant if when == "meanwhile" else lambda: None)
-    assert f"{path} belongs to {private.user(os.getuid())}, because another user could read" in str(
-        refused.value
-    )
-    assert "engine_id" in refused.value.remedy
-    assert refused.value.code == "KVP416"
 
 
-def test_a_region_that_another_user_made_is_not_opened(shm, other_user):
-    path, opened = shared_memory.path_of("one"), []
+def test_a_region_that_another_user_made_is_not_opened(path, other_user):
+    opened = []
     path.touch(0o600)
     other_user()
     with pytest.raises(Refusal):
@@ -654,9 +642,6 @@ def test_a_region_that_others_can_open_is_refused(path):
         region(path)
 
 
-def test_a_region_that_cannot_be_joined_for_another_reason_is_vllms_error(shm):
-    def fail():
-        raise TimeoutError("Timed out waiting for mmap file")
-
+def test_a_region_that_cannot_be_joined_for_another_reason_is_vllms_error(path):
     with pytest.raises(TimeoutError):
-        region(Path(shm / "vllm_offload_one.mmap"), before=fail)
+        region(path, before=raising(TimeoutError("Timed out waiting for mmap file")))

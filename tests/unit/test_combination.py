@@ -5,23 +5,22 @@ import json
 import sys
 from dataclasses import dataclass, field
 from importlib import metadata
-from types import ModuleType, SimpleNamespace
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
-from fakes import raising
+from fakes import module, raising
 
 from kvpatch.upstream import combination
 from kvpatch.version import VERSION
 from kvpatch.versions import Facts, Installed
 
 
-def facts(**environment: str) -> Facts:
+def facts(**environment):
     installed = Installed.release("vllm", "0.32.0"), Installed.release("kvcached", "0.1.6")
     return Facts(*installed, environment, "cuda")
 
 
-def config(described: dict[str, Any] | None = None, extra: Any = None, **changes: Any) -> Any:
+def config(described=None, extra=None, **changes):
     shape = {"num_hidden_layers": 4, "_name_or_path": "a"} | (described or {})
     transfer = SimpleNamespace(
         kv_connector="OffloadingConnector",
@@ -29,7 +28,7 @@ def config(described: dict[str, Any] | None = None, extra: Any = None, **changes
         kv_connector_extra_config=extra or {},
         kv_role="kv_both",
     )
-    parts: dict[str, Any] = {
+    parts = {
         "model_config": SimpleNamespace(
             hf_config=SimpleNamespace(to_dict=lambda: shape), architecture="Llama", dtype="half"
         ),
@@ -40,7 +39,7 @@ def config(described: dict[str, Any] | None = None, extra: Any = None, **changes
     return SimpleNamespace(**parts | changes)
 
 
-def of(**changes: Any) -> Any:
+def of(**changes):
     """Return what a configuration is compared by, with its environment."""
     environment = changes.pop("environment", {})
     return combination.of(config(**changes), facts(**environment))
@@ -48,13 +47,11 @@ def of(**changes: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def device(monkeypatch):
-    platforms = ModuleType("vllm.platforms")
-    platforms.current_platform = SimpleNamespace(get_device_name=lambda: "NVIDIA H100")
-    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
-    monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
+    here = SimpleNamespace(get_device_name=lambda: "NVIDIA H100")
+    platforms = module(monkeypatch, "vllm.platforms", current_platform=here)
     installed = {"torch": "2.13.0"}
 
-    def version(name: str) -> str:
+    def version(name):
         if name in installed:
             return installed[name]
         raise metadata.PackageNotFoundError
@@ -84,7 +81,7 @@ def test_models_of_one_shape_are_one_whatever_their_names():
 
 
 def test_how_a_connector_copies_matters_and_how_much_does_not():
-    def flags(**extra: Any) -> Any:
+    def flags(**extra):
         return combination.flags(config(extra=extra), facts())
 
     assert flags(cpu_bytes_to_use=1) == flags(cpu_bytes_to_use=2)
@@ -151,7 +148,7 @@ def test_every_field_matters_but_those_that_cannot(other):
     assert of(cache_config=sized) == of(cache_config=CacheConfig())
 
 
-def drafted(**described: Any) -> Any:
+def drafted(**described):
     hf_config = SimpleNamespace(to_dict=lambda: {"_name_or_path": "d"} | described)
     return SimpleNamespace(
         method="draft_model", draft_model_config=SimpleNamespace(hf_config=hf_config)
@@ -171,7 +168,7 @@ def test_the_shape_of_a_draft_model_matters():
 
 def test_what_is_no_value_of_json_is_held_without_its_address():
     class Quant:
-        def __init__(self, bits: int) -> None:
+        def __init__(self, bits):
             self.bits, self.own, self.stages = bits, self, [SimpleNamespace(bits=bits)]
 
     class Bare:

@@ -8,18 +8,15 @@ import socket
 import stat
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
-from fakes import raising
-from suspend_world import PAGE, World, worlds
+from fakes import module, raising
+from suspend_world import PAGE, worlds
 
 from kvpatch import balance, claims, cli, control, private, state
 from kvpatch.balance.options import Options
@@ -37,18 +34,9 @@ __all__ = ["worlds"]
 
 
 @pytest.fixture(autouse=True)
-def base(monkeypatch):
-    """A /dev/shm of its own, whose path is short enough for a socket."""
-    folder = Path(tempfile.mkdtemp(dir="/tmp"))
-    monkeypatch.setattr(claims, "BASE", folder)
-    monkeypatch.setenv("KVPATCH_STATUS_DIR", str(folder))
-    module = ModuleType("vllm.v1.engine")
-    module.EngineCoreRequestType = SimpleNamespace(WAKEUP=b"wake")
-    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
-    monkeypatch.setitem(sys.modules, "vllm.v1", ModuleType("vllm.v1"))
-    monkeypatch.setitem(sys.modules, "vllm.v1.engine", module)
-    yield folder
-    shutil.rmtree(folder)
+def vllm(monkeypatch):
+    kinds = SimpleNamespace(WAKEUP=b"wake")
+    module(monkeypatch, "vllm.v1.engine", EngineCoreRequestType=kinds)
 
 
 class Anything:
@@ -58,7 +46,7 @@ class Anything:
 class Running:
     """A world whose engine has a thread of its own, and listens."""
 
-    def __init__(self, world: World, name: str = "chat-pool") -> None:
+    def __init__(self, world, name="chat-pool"):
         self.world = world
         world.input_queue = queue.Queue()
         world.vllm_config = SimpleNamespace(
@@ -69,11 +57,11 @@ class Running:
             len(world.scheduler.waiting),
         )
         self.server = Server(world, world.suspension, name)
-        self.threads: set[int | None] = set()
+        self.threads = set()
         self._thread = threading.Thread(target=self._loop)
         self._thread.start()
 
-    def _loop(self) -> None:
+    def _loop(self):
         """vLLM's busy loop: it waits for its clients when there is nothing to do."""
         world = self.world
         while True:
@@ -89,7 +77,7 @@ class Running:
             self.threads.add(threading.get_ident())
             question.take(world.suspension)
 
-    def end(self) -> None:
+    def end(self):
         self.world.input_queue.put((b"", None))
         self._thread.join(30)
         self.server.close()
@@ -111,7 +99,7 @@ def test_an_idle_engine_is_suspended_and_resumed(engine):
     assert (found.name, found.models, found.phase) == ("chat-pool", ["chat", "alias"], "runs")
     assert found.said["pid"] == os.getpid()
     assert found.said["started"] == start_ticks(os.getpid())
-    told: list[dict[str, Any]] = []
+    told = []
     answer = found.suspend(tell=told.append, timeout=60)
     assert (answer.phase, answer.resident, answer.kept, answer.lost) == ("suspended", 12, 12, 0)
     assert answer.sentence == (
@@ -125,7 +113,7 @@ def test_an_idle_engine_is_suspended_and_resumed(engine):
 
 
 def test_the_status_page_is_written_before_a_verb_is_answered(engine, monkeypatch):
-    pages: list[str] = []
+    pages = []
     suspension = engine.world.suspension
     monkeypatch.setattr(publisher, "refresh", lambda: pages.append(suspension.phase.value))
     found = control.find("chat")
@@ -147,11 +135,8 @@ def test_a_plan_says_what_would_be_lost(engine):
         "10 of 12 blocks would be kept, 2 do not fit into the tier and would be computed again"
     )
     engine.world.add("runs", 40, 41).left = 10**9
-    assert (
-        control.find("chat-pool")
-        .plan()
-        .sentence.endswith("; running requests that would be preempted: 1")
-    )
+    plan = control.find("chat-pool").plan()
+    assert plan.sentence.endswith("; running requests that would be preempted: 1")
 
 
 def test_the_plan_of_a_suspended_engine_is_what_it_has_kept(engine):
@@ -194,10 +179,7 @@ def test_what_is_no_question_is_refused(engine, asked, why):
 
 
 def test_an_error_of_the_engines_thread_is_an_answer(engine, monkeypatch):
-    def fail(self: Suspension) -> None:
-        raise ValueError("of a test")
-
-    monkeypatch.setattr(Suspension, "plan", fail)
+    monkeypatch.setattr(Suspension, "plan", raising(ValueError("of a test")))
     with pytest.raises(control.Refused, match="it failed with ValueError: of a test"):
         control.find("chat").plan()
 
@@ -209,9 +191,13 @@ def test_who_asked_may_go_away(engine):
     assert control.find("chat").suspend().phase == "suspended"
 
 
-def answers(
-    suspension: Suspension, asked: dict[str, Any], since: float | None = None
-) -> dict[str, Any]:
+def suspended(world):
+    world.suspension.suspend(False, False, None)
+    world.until_idle()
+    return world
+
+
+def answers(suspension, asked, since=None):
     """What is answered to a question that the engine's thread has taken."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
@@ -237,18 +223,14 @@ def test_a_suspension_that_somebody_else_undid_is_no_success(worlds, steps):
 
 
 def test_a_resumption_that_somebody_else_undid_is_no_success(worlds):
-    world = worlds()
-    world.suspension.suspend(False, False, None)
-    world.until_idle()
+    world = suspended(worlds())
     said = answers(world.suspension, {"verb": "resume"})
     assert said["error"] == "it was suspended again meanwhile"
     assert "error" not in answers(world.suspension, {"verb": "suspend"})
 
 
 def test_a_limit_that_could_not_be_given_back_is_said(worlds, monkeypatch):
-    world = worlds()
-    world.suspension.suspend(False, False, None)
-    world.until_idle()
+    world = suspended(worlds())
     monkeypatch.setattr(kvcached_api, "write_limit", raising(PermissionError("of a test")))
     world.suspension.resume()
     world.until_idle()
@@ -259,8 +241,7 @@ def test_who_wants_everything_kept_is_told_what_an_earlier_suspension_lost(world
     world = worlds(room=1)
     for block in range(4, 8):
         world.pool.cache(block, f"old{block}".encode())
-    world.suspension.suspend(False, False, None)
-    world.until_idle()
+    suspended(world)
     said = answers(world.suspension, {"verb": "suspend", "whole": True})
     assert said["error"] == "it is suspended, and its CPU tier does not have 3 blocks"
     assert "error" not in answers(world.suspension, {"verb": "suspend"})
@@ -326,7 +307,7 @@ def test_another_users_process_is_not_heard(engine, monkeypatch):
             protocol.check_peer(ours)
 
 
-def test_a_folder_of_another_user_is_not_used(base):
+def test_a_folder_of_another_user_is_not_used():
     folder = protocol.folder()
     folder.mkdir()
     folder.chmod(0o777)
@@ -336,30 +317,32 @@ def test_a_folder_of_another_user_is_not_used(base):
         Server(Anything(), Anything(), "chat")
 
 
+def listening(name, backlog=None):
+    """A socket that is an engine's by its name, and listens if it has a backlog."""
+    private.make_folder(protocol.folder())
+    made = socket.socket(socket.AF_UNIX)
+    made.bind(str(protocol.path_of(name)))
+    if backlog is not None:
+        made.listen(backlog)
+    return made
+
+
 def test_the_socket_of_a_killed_engine_is_skipped_and_replaced(worlds):
-    path = protocol.path_of("chat-pool")
-    private.make_folder(path.parent)
-    dead = socket.socket(socket.AF_UNIX)
-    dead.bind(str(path))
-    dead.close()
+    listening("chat-pool").close()
     assert control.engines() == []
     with pytest.raises(control.Refused, match="no engine chat-pool of"):
         control.find("chat-pool")
     running = Running(worlds())
     assert [one.name for one in control.engines()] == ["chat-pool"]
     running.end()
-    assert not path.exists()
+    assert not protocol.path_of("chat-pool").exists()
 
 
 def test_an_engine_removes_the_sockets_of_killed_ones_and_no_others(worlds):
     """Names are generated, so that nobody starts an engine of a killed one's name again."""
     living = Running(worlds(), "living")
-    dead = socket.socket(socket.AF_UNIX)
-    dead.bind(str(protocol.path_of("dead")))
-    dead.close()
-    silent = socket.socket(socket.AF_UNIX)
-    silent.bind(str(protocol.path_of("silent")))
-    silent.listen(0)
+    listening("dead").close()
+    silent = listening("silent", 0)
     waits = [socket.socket(socket.AF_UNIX) for _ in range(2)]
     for caller in waits:
         caller.setblocking(False)
@@ -378,14 +361,11 @@ def test_an_engine_removes_the_sockets_of_killed_ones_and_no_others(worlds):
 def stopped(monkeypatch):
     """The socket of an engine that was stopped; it has memory all the same."""
     monkeypatch.setattr(client, "ANSWERS", 0.1)
-    private.make_folder(protocol.folder())
-    with socket.socket(socket.AF_UNIX) as made:
-        made.bind(str(protocol.path_of("stopped")))
-        made.listen(2)
+    with listening("stopped", 2) as made:
         yield made
 
 
-def seen_as(state: reader.State, line: str = "", pid: int = 7) -> reader.Seen:
+def seen_as(state, line="", pid=7):
     content = {"vllm": "vllm 0.27.0", "engine": {"pool": "chat"}}
     return reader.Seen(pid, state, line, SimpleNamespace(content=content))
 
@@ -428,10 +408,10 @@ def test_beside_an_engine_that_does_not_answer_others_do(stopped, engine, monkey
 @pytest.fixture
 def asked(monkeypatch):
     """The sockets that are asked, in order."""
-    paths: list[Path] = []
+    paths = []
     ask = client.ask
 
-    def recorded(path: Path, *arguments: Any) -> Iterator[dict[str, Any]]:
+    def recorded(path, *arguments):
         paths.append(path)
         return ask(path, *arguments)
 
@@ -469,7 +449,7 @@ def test_all_engines_are_asked_at_the_same_time(monkeypatch):
         protocol.path_of(f"engine{number}").touch()
     together = threading.Barrier(8)
 
-    def ask(path: Path, *_: Any) -> Iterator[dict[str, Any]]:
+    def ask(path, *_):
         together.wait(30)  # all of them, or BrokenBarrierError
         yield {"name": path.name}
 
@@ -529,7 +509,7 @@ def in_a_long_step(engine):
     held, goes = threading.Event(), threading.Event()
     step = engine.world.step
 
-    def long() -> bool:
+    def long():
         held.set()
         assert goes.wait(30)
         return step()
@@ -568,32 +548,29 @@ def test_an_engine_that_ends_meanwhile_is_said(engine):
 
 
 def test_the_commands(engine, capsys):
-    assert cli.main(["list"]) == 0
-    head, line = capsys.readouterr().out.splitlines()[:2]
+    def ran(*words, code=0):
+        assert cli.main([*words]) == code
+        return capsys.readouterr()
+
+    head, line = ran("list").out.splitlines()[:2]
     assert head.split() == [*listing.HEAD]
     assert line.split()[1:4] == ["chat-pool", "chat,", "alias"]
     assert "runs" in line
-    assert cli.main(["suspend", "chat", "--plan"]) == 0
-    assert "chat-pool: 12 of 12 blocks would be kept" in capsys.readouterr().out
-    assert cli.main(["suspend", "chat", "--timeout", "60"]) == 0
-    assert "12 of 12 blocks are in the tier" in capsys.readouterr().out
-    assert cli.main(["list"]) == 0
-    assert " suspended " in capsys.readouterr().out
-    assert cli.main(["limit", "chat", "4MiB"]) == 0
-    assert "; the limit is taken: 4 MiB from its resumption on" in capsys.readouterr().out
-    assert cli.main(["resume", "chat", "--json"]) == 0
-    answer = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert "chat-pool: 12 of 12 blocks would be kept" in ran("suspend", "chat", "--plan").out
+    assert "12 of 12 blocks are in the tier" in ran("suspend", "chat", "--timeout", "60").out
+    assert " suspended " in ran("list").out
+    said = ran("limit", "chat", "4MiB").out
+    assert "; the limit is taken: 4 MiB from its resumption on" in said
+    answer = json.loads(ran("resume", "chat", "--json").out.splitlines()[-1])
     assert (answer["name"], answer["phase"], answer["limit"]) == ("chat-pool", "runs", 4 * PAGE)
-    assert cli.main(["list"]) == 0
-    line, whole = capsys.readouterr().out.splitlines()[1:]
+    line, whole = ran("list").out.splitlines()[1:]
     assert line.endswith("  4 MiB  4 MiB  0 B")
     assert whole == "of all: 4 MiB lent, 0 B borrowed"
-    assert cli.main(["limit", "chat", "1GiB"]) == 1
-    assert "chat: it started with 8 MiB and cannot have more" in capsys.readouterr().err
-    assert cli.main(["resume", "nobody", "--json"]) == 1
-    assert "no engine nobody" in json.loads(capsys.readouterr().out)["error"]
-    assert cli.main(["list", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)[0]["phase"] == "runs"
+    said = ran("limit", "chat", "1GiB", code=1).err
+    assert "chat: it started with 8 MiB and cannot have more" in said
+    error = json.loads(ran("resume", "nobody", "--json", code=1).out)["error"]
+    assert "no engine nobody" in error
+    assert json.loads(ran("list", "--json").out)[0]["phase"] == "runs"
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ def handlers():
         signal.signal(one, handler)
 
 
-def given(monkeypatch: pytest.MonkeyPatch, folder: Path, *options: str) -> dict[str, str]:
+def given(monkeypatch, folder, *options):
     program, out = folder / "program.py", folder / "environment.json"
     program.write_text(PROGRAM)
     monkeypatch.setattr(emulated, "made", lambda version: Path(sys.executable))

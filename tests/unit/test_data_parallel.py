@@ -67,7 +67,7 @@ DEFAULT_IPC_NAME = os.environ["KVCACHED_IPC_NAME"]
 def started(tmp_path):
     """Start engines; return the name of their server, and what each of them has."""
 
-    def started(method: str, size: int, first: int = 0, **environment: str):
+    def started(method, size, first=0, **environment):
         script = tmp_path / "ranks.py"
         script.write_text(RANKS)
         (tmp_path / "kvcached").mkdir()

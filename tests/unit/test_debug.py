@@ -2,12 +2,10 @@
 
 import importlib
 import pickle
-import sys
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
+from fakes import module
 from packaging.version import Version
 
 from kvpatch import patches, state
@@ -27,13 +25,13 @@ ADMITTED = [release for release in RELEASES if Version(release) in debug.FEATURE
 class Row(bytes):
     """A row of a tensor, as far as a checksum looks at it."""
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key):
         return Row(super().__getitem__(key))
 
-    def cpu(self) -> "Row":
+    def cpu(self):
         return self
 
-    def numpy(self) -> "Row":
+    def numpy(self):
         return self
 
 
@@ -42,23 +40,23 @@ class Rows(list[Row]):
 
     shape = (8, 4)
 
-    def view(self, *shape: int) -> "Rows":
+    def view(self, *shape):
         return self
 
 
-def rows() -> Rows:
+def rows():
     return Rows(Row([block] * 4) for block in range(8))
 
 
 class Blocks:
     """A spec of blocks on the device."""
 
-    def __init__(self, *ids: int, sizes: Any = None, first: Any = None) -> None:
+    def __init__(self, *ids, sizes=None, first=None):
         self.block_ids = list(ids)
         self.group_sizes, self.block_indices = sizes, first
 
     @staticmethod
-    def medium() -> str:
+    def medium():
         return "GPU"
 
 
@@ -66,27 +64,27 @@ class Chunks(Blocks):
     """A spec of chunks of the CPU tier."""
 
     @staticmethod
-    def medium() -> str:
+    def medium():
         return "CPU"
 
 
 class Copies:
     """Copies at once, as the workers and backends of every release are asked to."""
 
-    def __init__(self, device: Rows) -> None:
+    def __init__(self, device):
         self.device = device
-        self.tier: dict[Any, Row] = {}
-        self.ended: list[SimpleNamespace] = []
-        self.waited: list[set[int]] = []
-        self.said: list[str] = []
+        self.tier = {}
+        self.ended = []
+        self.waited = []
+        self.said = []
 
-    def submit_store(self, job_id: int, device: Any, tier: Any) -> bool:
+    def submit_store(self, job_id, device, tier):
         for block, place in places(by_group(device, 1), tier, 1):
             self.tier[place.chunk] = self.device[block]
         self.ended.append(SimpleNamespace(job_id=job_id))
         return True
 
-    def submit_load(self, job_id: int, tier: Any, device: Any, expedited: bool = False) -> bool:
+    def submit_load(self, job_id, tier, device, expedited=False):
         for block, place in places(by_group(device, 1), tier, 1):
             self.device[block] = self.tier[place.chunk]
         if expedited:
@@ -94,21 +92,21 @@ class Copies:
         self.ended.append(SimpleNamespace(job_id=job_id))
         return True
 
-    def transfer_async(self, job_id: int, spec: Any) -> bool:
+    def transfer_async(self, job_id, spec):
         source, destination = spec
         if source.medium() == "GPU":
             return self.submit_store(job_id, source, destination)
         return self.submit_load(job_id, source, destination)
 
-    def get_finished(self) -> list[SimpleNamespace]:
+    def get_finished(self):
         ended, self.ended = self.ended, []
         return ended
 
-    def wait(self, job_ids: set[int]) -> None:
+    def wait(self, job_ids):
         self.waited.append(job_ids)
 
 
-def canonical(device: Rows, copied: int = 4) -> SimpleNamespace:
+def canonical(device, copied=4):
     ref = SimpleNamespace(tensor_idx=0, page_size_bytes=copied)
     return SimpleNamespace(tensors=[SimpleNamespace(tensor=device)], group_data_refs=[[ref]])
 
@@ -120,17 +118,17 @@ class Worker:
         release: decides which patches, which methods they are on, and what transfers are.
     """
 
-    def __init__(self, release: str, **attributes: Any) -> None:
+    def __init__(self, release, **attributes):
         self.device = rows()
         self.copies = Copies(self.device)
         self.spec = SimpleNamespace(blocks_per_chunk=1)
-        self.worker: Any = None
-        self._unsubmitted_store_jobs: list[Any] = []
+        self.worker = None
+        self._unsubmitted_store_jobs = []
         self.release = Version(release)
         self.by_request = self.release < Version("0.21")
         self.in_pairs = self.release < Version("0.25")
         if self.by_request:
-            self._jobs: dict[int, tuple[str, bool]] = {}
+            self._jobs = {}
         self.__dict__.update(attributes)
         self.patches = {
             patch.target.rpartition(".")[2]: load(patch.wrapper)
@@ -142,22 +140,22 @@ class Worker:
             arguments = ({"region": self.device}, {})
         self.call("_register_handlers" if self.in_pairs else "_init_worker", *arguments)
 
-    def call(self, method: str, *args: Any) -> None:
+    def call(self, method, *args):
         around = self.patches.get(method, lambda wrapped, instance, args, kwargs: wrapped(*args))
         around(lambda *args: getattr(self, f"its{method}")(*args), self, args, {})
 
-    def its_register_handlers(self, *args: Any) -> None:
+    def its_register_handlers(self, *args):
         self.worker = self.copies
 
     its_init_worker = its_register_handlers
 
-    def itsprepare_store_kv(self, metadata: Any) -> None:
+    def itsprepare_store_kv(self, metadata):
         for job_id, job in metadata.store_jobs.items():
             if self.by_request:
                 self._jobs[job_id] = (job.req_id, True)
             self._unsubmitted_store_jobs.append((job_id, job.transfer_spec))
 
-    def itsstart_kv_transfers(self, metadata: Any) -> None:
+    def itsstart_kv_transfers(self, metadata):
         self.submit()
         for job_id, job in metadata.load_jobs.items():
             if self.by_request:
@@ -167,7 +165,7 @@ class Worker:
             else:
                 self.worker.submit_load(job_id, *job.transfer_spec)
 
-    def submit(self) -> None:
+    def submit(self):
         for job_id, pair in self._unsubmitted_store_jobs:
             if self.in_pairs:
                 self.worker.transfer_async(job_id, pair)
@@ -175,38 +173,37 @@ class Worker:
                 self.worker.submit_store(job_id, *pair)
         self._unsubmitted_store_jobs.clear()
 
-    def blocks(self, *ids: int) -> Blocks:
+    def blocks(self, *ids):
         if self.release < Version("0.19"):
             return Blocks(*ids)
         return Blocks(*ids, sizes=[len(ids)], first=[0])
 
-    def hand_over(self, job_id: int, blocks: tuple[int, ...], chunks: tuple[int, ...]) -> None:
+    def hand_over(self, job_id, blocks, chunks):
         metadata = step(stores={job_id: (self.blocks(*blocks), Chunks(*chunks))})
         self.call("prepare_store_kv", metadata)
 
-    def start(self, loads: dict[int, Any] | None = None, promoted: list[int] | None = None) -> None:
+    def start(self, loads=None, promoted=None):
         metadata = step(loads=loads or {})
         if promoted is not None:
             state.attach(metadata, checksums.PromotedChunks(promoted))
         self.call("start_kv_transfers", metadata)
 
-    def store(self, job_id: int, blocks: tuple[int, ...], chunks: tuple[int, ...]) -> None:
+    def store(self, job_id, blocks, chunks):
         self.hand_over(job_id, blocks, chunks)
         self.start()
         self.worker.get_finished()
 
-    def load(self, job_id: int, chunks: tuple[int, ...], blocks: tuple[int, ...]) -> None:
+    def load(self, job_id, chunks, blocks):
         self.start({job_id: (Chunks(*chunks), self.blocks(*blocks))})
 
 
-def load(reference: str) -> Callable[..., Any]:
+def load(reference):
     module, _, name = reference.partition(":")
-    found: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    return found
+    return getattr(importlib.import_module(module), name)
 
 
-def step(stores: Any = None, loads: Any = None) -> SimpleNamespace:
-    def jobs(of: Any) -> dict[int, SimpleNamespace]:
+def step(stores=None, loads=None):
+    def jobs(of):
         return {
             job_id: SimpleNamespace(
                 req_id="the request", transfer_spec=pair, src_spec=pair[0], dst_spec=pair[1]
@@ -223,7 +220,7 @@ def worker(request):
     return Worker(request.param)
 
 
-def violation(what: str, block: int, job: int, page: int | str = "unknown") -> str:
+def violation(what, block, job, page="unknown"):
     message = f"kvpatch KVPATCH_DEBUG: {what}: block {block} of page {page}, job {job}"
     return f"^{message}, request the request$"
 
@@ -316,7 +313,7 @@ def test_promotions_reach_the_workers_with_the_next_step(name):
     manager = SimpleNamespace(_pending_load_submissions={})
     planner, ran = SimpleNamespace(manager=manager), []
 
-    def build(promotions: list[list[int]]) -> Any:
+    def build(promotions):
         manager._pending_load_submissions = {
             0: {f"r{n}": SimpleNamespace(**{name: ids}) for n, ids in enumerate(promotions)}
         }
@@ -405,16 +402,16 @@ def test_a_store_ends_what_was_in_its_chunk_before(promoted):
 class Event:
     """The end of a copy that runs when it is asked for."""
 
-    def __init__(self, copy: Callable[[], None]) -> None:
+    def __init__(self, copy):
         self.copy = copy
         self.ended = False
 
-    def query(self) -> bool:
+    def query(self):
         if self.ended:
             self.copy()
         return self.ended
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         self.ended = True
         self.query()
 
@@ -422,52 +419,44 @@ class Event:
 class Backend:
     """A copy backend; up to 0.23 it knows no event of the computation."""
 
-    def __init__(self, device: Rows) -> None:
+    def __init__(self, device):
         self.device = device
-        self.tier: dict[int, Row] = {}
+        self.tier = {}
         self.shut_down = False
 
-    def launch_copy(
-        self,
-        src_blocks: list[int],
-        dst_blocks: list[int],
-        is_store: bool,
-        event_idx: int,
-        events_list: Any,
-        **more: Any,
-    ) -> None:
-        source: Any = self.device if is_store else self.tier
-        destination: Any = self.tier if is_store else self.device
+    def launch_copy(self, src_blocks, dst_blocks, is_store, event_idx, events_list, **more):
+        source = self.device if is_store else self.tier
+        destination = self.tier if is_store else self.device
 
-        def copy() -> None:
+        def copy():
             for one, other in zip(src_blocks, dst_blocks, strict=True):
                 destination[other] = source[one]
 
         events_list.append((event_idx, Event(copy)))
 
-    def shutdown(self) -> None:
+    def shutdown(self):
         self.shut_down = True
 
 
 class SimpleWorker:
     """A ``SimpleCPUOffloadWorker`` in debug mode."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.device = rows()
-        self.gpu_kv_caches: Any = None
-        self._backend: Any = None
+        self.gpu_kv_caches = None
+        self._backend = None
         self._connector_metadata = SimpleNamespace(load_event_to_reqs={5: ["the request"]})
-        self.stores: list[tuple[int, Event]] = []
-        self.loads: list[tuple[int, Event]] = []
+        self.stores = []
+        self.loads = []
 
-    def register(self, kv_caches: Any) -> None:
-        def its_own(kv_caches: Any) -> None:
+    def register(self, kv_caches):
+        def its_own(kv_caches):
             self.gpu_kv_caches = kv_caches
             self._backend = Backend(self.device)
 
         simple.around_register(its_own, self, (kv_caches,), {})
 
-    def copy(self, source: list[int], destination: list[int], is_store: bool, index: int) -> None:
+    def copy(self, source, destination, is_store, index):
         self._backend.launch_copy(
             source,
             destination,
@@ -521,8 +510,8 @@ def test_simple_a_load_that_brings_other_bytes(simple_worker, wait):
 @pytest.mark.parametrize("wait", [False, True])
 def test_simple_a_load_that_failed_has_nothing_to_verify(wait):
     """Its blocks have whatever was there: vLLM is told, and does not use them."""
-    verified: list[bool] = []
-    events: list[Any] = []
+    verified = []
+    events = []
     failure = Failure(RuntimeError("err=1"), 5, False, [6, 7], in_a_row=1, lost=False)
     simple.VerifyingEvents(events, lambda: verified.append(True)).append((5, failure))
     ((_, event),) = events
@@ -566,7 +555,7 @@ def test_simple_a_model_without_kv_caches_has_no_backend():
 class Engine:
     """An ``EngineCore`` whose fence lets pages of ten blocks go, of a release."""
 
-    def __init__(self, release: str, planner: Any) -> None:
+    def __init__(self, release, planner):
         self.release = Version(release)
         connector = type("OffloadingConnector", (), {"connector_scheduler": planner})
         part = connector() if planner is not None else object()
@@ -578,33 +567,33 @@ class Engine:
                 get_block_ids={"the request": ([12, 34], [35]), "preempted": ([70],)}.__getitem__,
             ),
         )
-        self.rpcs: list[Any] = []
+        self.rpcs = []
         self.model_executor = SimpleNamespace(
             collective_rpc=lambda function, args: self.rpcs.append((function, args))
         )
 
-    def install(self, fenced: bool = True) -> None:
+    def install(self, fenced=True):
         (patch,) = (
             patch
             for patch in debug.FEATURE.at(self.release)
             if patch.target.endswith("_kvcached_install_ordered_unmap")
         )
 
-        def its_own() -> None:
+        def its_own():
             if fenced:
                 fence = Fence(lambda page: (page * 10, page * 10 + 10), workers=1)
                 state.attach(self.manager, Fenced(fence, self.manager, self.scheduler))
 
         load(patch.wrapper)(its_own, self, (), {})
 
-    def release_pages(self, *pages: int) -> None:
+    def release_pages(self, *pages):
         fenced = state.find(self.manager, Fenced)
         assert fenced is not None
         for observer in fenced.on_release:
             observer(list(pages))
 
 
-def of_release(release: str) -> SimpleNamespace:
+def of_release(release):
     """The connector's scheduler with a store of blocks 12, 34 and 35 on record."""
     if Version(release) < Version("0.21"):
         return SimpleNamespace(
@@ -665,10 +654,8 @@ def test_workers_are_told_the_size_of_a_page_and_count(simple_worker, monkeypatc
         SimpleNamespace(worker_handler=simple_worker),
         SimpleNamespace(worker_handler=None),
     ]
-    transfer = SimpleNamespace(get_kv_transfer_group=lambda: SimpleNamespace(_connectors=parts))
-    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace())
-    for name in ("vllm.distributed", "vllm.distributed.kv_transfer"):
-        monkeypatch.setitem(sys.modules, name, transfer)
+    transfer = module(monkeypatch, "vllm.distributed.kv_transfer")
+    transfer.get_kv_transfer_group = lambda: SimpleNamespace(_connectors=parts)
     audit.tell_page_size(None, 5)
     assert worker.worker.blocks_per_page == simple_worker._backend.blocks_per_page == 5
     assert audit.checked(None) == {"stored": 3, "loaded": 0, "unverified": 0}

@@ -2,7 +2,6 @@
 
 import pickle
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from test_debug import Chunks, Row, Worker, step
@@ -16,12 +15,12 @@ from kvpatch.patches.debug.audit import Violation
 class Manager:
     """A CPU tier that gives chunks away in turn; ``mistake`` looks one up for another key."""
 
-    def __init__(self, chunks: int = 3) -> None:
+    def __init__(self, chunks=3):
         self.chunks = chunks
-        self.at: dict[bytes, int] = {}
-        self.mistake: dict[bytes, bytes] = {}
+        self.at = {}
+        self.mistake = {}
 
-    def prepare_store(self, keys: Any, context: Any) -> Any:
+    def prepare_store(self, keys, context):
         new = [key for key in keys if key not in self.at]
         for key in new:
             chunk = len(self.at) % self.chunks
@@ -29,7 +28,7 @@ class Manager:
         spec = SimpleNamespace(block_ids=[self.at[key] for key in new])
         return SimpleNamespace(keys_to_store=new, store_spec=spec)
 
-    def prepare_load(self, keys: Any, context: Any) -> Any:
+    def prepare_load(self, keys, context):
         found = [self.at[self.mistake.get(key, key)] for key in keys]
         return SimpleNamespace(block_ids=found)
 
@@ -37,13 +36,13 @@ class Manager:
 class Engine:
     """A scheduler with a manager, and a worker, of a run of ``kvpatch verify``."""
 
-    def __init__(self, release: str, folder: Any) -> None:
+    def __init__(self, release, folder):
         self.folder = folder
         self.manager = Manager()
         self.worker = Worker(release)
         self.build(lambda: step())
 
-    def build(self, plan: Any) -> None:
+    def build(self, plan):
         """Build a step, and run it in the worker's process."""
         planner = SimpleNamespace(manager=self.manager)
         made = checksums.around_build(lambda output: plan(), planner, (object(),), {})
@@ -51,8 +50,8 @@ class Engine:
         self.worker.call("start_kv_transfers", made)
         self.worker.call("prepare_store_kv", made)
 
-    def store(self, job: int, key: bytes, block: int) -> None:
-        def plan() -> Any:
+    def store(self, job, key, block):
+        def plan():
             chunks = Chunks(*self.manager.prepare_store([key], None).store_spec.block_ids)
             return step(stores={job: (self.worker.blocks(block), chunks)})
 
@@ -60,7 +59,7 @@ class Engine:
         self.build(lambda: step())  # which launches it
         self.worker.worker.get_finished()
 
-    def load(self, job: int, key: bytes, block: int) -> None:
+    def load(self, job, key, block):
         chunks = Chunks(*self.manager.prepare_load([key], None).block_ids)
         self.build(lambda: step(loads={job: (chunks, self.worker.blocks(block))}))
         self.worker.worker.get_finished()

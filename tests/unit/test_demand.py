@@ -1,11 +1,10 @@
 """What an engine says that it needs, its revisions of limits, and its limit at birth."""
 
-import sys
-from types import ModuleType, SimpleNamespace
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
-from suspend_world import MOST, PAGE, World, worlds
+from fakes import module
+from suspend_world import MOST, PAGE, worlds
 
 from kvpatch import admitted, environ
 from kvpatch.environ import FIRST_LIMIT, HOST_DEVICE, HOST_DEVICE_DIR
@@ -22,7 +21,7 @@ __all__ = ["worlds"]
 TOKENS = 16  # of a block; four blocks of 256 KiB are a page
 
 
-def spec(most_blocks: int) -> SimpleNamespace:
+def spec(most_blocks):
     """A group's, with the most blocks of one request; its bytes are of one layer."""
     return SimpleNamespace(
         block_size=TOKENS,
@@ -31,7 +30,7 @@ def spec(most_blocks: int) -> SimpleNamespace:
     )
 
 
-def with_groups(world: World, *most_blocks: int) -> World:
+def with_groups(world, *most_blocks):
     groups = [SimpleNamespace(kv_cache_spec=spec(most)) for most in most_blocks]
     world.scheduler.kv_cache_config = SimpleNamespace(kv_cache_groups=groups)
     world.vllm_config = SimpleNamespace(
@@ -51,7 +50,7 @@ def engine(worlds):
     return with_groups(worlds(), 10)
 
 
-def add(world: World, name: str, tokens: int) -> None:
+def add(world, name, tokens):
     world.add(name).num_tokens = tokens
 
 
@@ -91,12 +90,9 @@ def test_an_engine_says_what_it_needs(engine, monkeypatch):
     }
 
 
-def platform(monkeypatch: pytest.MonkeyPatch, uuid: Any, cpu: bool = False) -> None:
-    module = ModuleType("vllm.platforms")
+def platform(monkeypatch, uuid, cpu=False):
     here = SimpleNamespace(get_device_uuid=uuid, is_cpu=lambda: cpu)
-    module.current_platform = here
-    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
-    monkeypatch.setitem(sys.modules, "vllm.platforms", module)
+    module(monkeypatch, "vllm.platforms", current_platform=here)
     monkeypatch.setenv(HOST_DEVICE.name, "1GiB")  # which a GPU does not look at
 
 
@@ -109,7 +105,7 @@ def test_a_device_has_the_name_of_its_makers_library(engine, monkeypatch):
 
 @pytest.mark.parametrize("answer_", ["", NotImplementedError("no such call")])
 def test_a_device_without_a_name_is_refused(answer_, engine, monkeypatch):
-    def uuid(rank: int) -> str:
+    def uuid(rank):
         if isinstance(answer_, Exception):
             raise answer_
         return str(answer_)
@@ -142,9 +138,9 @@ def test_a_revision_that_is_no_number_is_refused(worlds, revision):
         answer(worlds().suspension, asked, 0.0)
 
 
-def born(world: World, monkeypatch: pytest.MonkeyPatch, text: str) -> list[str]:
+def born(world, monkeypatch, text):
     """Let an engine start with a first limit; return what happened in order."""
-    happened: list[str] = []
+    happened = []
     monkeypatch.setenv(FIRST_LIMIT.name, text)
     resize = world.manager.resize
     world.manager.resize = lambda size: happened.append("limit") or resize(size)

@@ -27,7 +27,7 @@ from harness.demo.servers import BLOCK_TOKENS, IDLE_PAGES, KVPATCH, MODELS, PLAI
 REAL_SHAPE, GENERATED_SHAPE = (30, 3), (4, of_models.KV_HEADS)
 
 
-def device(folder: Path, shape: tuple[int, int], longest: int, together: int) -> Device:
+def device(folder, shape, longest, together):
     names = ("num_hidden_layers", "num_key_value_heads")
     config = dict(zip(names, shape, strict=True)) | {"head_dim": 64}
     (folder / "config.json").write_text(json.dumps(config))
@@ -96,7 +96,7 @@ def test_a_conversation_has_a_page_first_and_then_a_question():
 def test_a_failure_does_not_wait_for_the_other_calls():
     begun, released, ended = (threading.Event() for _ in range(3))
 
-    def call(name: str) -> None:
+    def call(name):
         if name == "fails":
             begun.wait(30)
             raise HarnessError("no")
@@ -120,7 +120,7 @@ def test_where_the_real_model_cannot_be_had_it_says_so_in_a_sentence(monkeypatch
 
     monkeypatch.setattr(smollm2, "kept", none)
     monkeypatch.setattr(of_models, "kept_model", lambda seed, say, heads: Path(f"{seed}-{heads}"))
-    lines: list[str] = []
+    lines = []
     found = models(generated=False, say=lines.append)
     (line,) = lines
     assert line == (
@@ -144,7 +144,7 @@ def test_the_real_model_is_taken_where_it_is(monkeypatch, tmp_path):
     assert found.folders == dict.fromkeys(MODELS, kept)
 
 
-def content(tmp_path: Path, real: bool) -> report.Content:
+def content(tmp_path, real):
     answers = [Answer(1, turn, [1] * 9, [2], [-0.1], "So <b>.", True, 0.5) for turn in (1, 2)]
     static = cycle(300 << 20, 300 << 20, 0.0)
     static["timeline"]["mapped"] = {"first": [0, 0, 0], "second": [0, 0, 0]}

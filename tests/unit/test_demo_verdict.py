@@ -14,7 +14,7 @@ from harness.demo.verdict import Comparison, Evidence, compare, failures
 from kvpatch.verify.child import reason
 
 
-def answers(**changed: object) -> list[Answer]:
+def answers(**changed):
     """Three answers; ``changed`` is changed in the second."""
     made = [Answer(1, turn, [1, 2], [7, 8, 9], [-0.5, -1.0, -1.5]) for turn in (1, 2, 3)]
     made[1] = replace(made[1], **changed)

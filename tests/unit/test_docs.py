@@ -23,7 +23,7 @@ STALE = {
 }
 
 
-def texts(root: Path) -> dict[str, bytes]:
+def texts(root):
     """Everything that a generated file can be."""
     files = [root / "README.md", *(path for path in root.glob("docs/**/*") if path.is_file())]
     return {str(path.relative_to(root)): path.read_bytes() for path in files}
@@ -53,7 +53,7 @@ def test_a_check_names_the_stale_files_and_writes_none(monkeypatch, capsys, tmp_
     monkeypatch.setattr(docs, "ROOT", tmp_path)
     monkeypatch.setattr(docs, "every_file", lambda: made)
 
-    def run(*options: str) -> tuple[int, str]:
+    def run(*options):
         monkeypatch.setattr(sys, "argv", ["scripts/docs", *options])
         return docs.main(), capsys.readouterr().err
 

@@ -21,7 +21,7 @@ FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 INDENTED = re.compile(r"^    (\S.*)$", re.MULTILINE)
 
 
-def blocks(language: str) -> list[str]:
+def blocks(language):
     return [
         body
         for page in PAGES
@@ -30,13 +30,13 @@ def blocks(language: str) -> list[str]:
     ]
 
 
-def commands() -> list[str]:
+def commands():
     lines = [line for body in blocks("sh") for line in body.replace("\\\n", " ").splitlines()]
     lines += [line for page in PAGES for line in INDENTED.findall(page.read_text())]
     return [line for line in lines if "kvpatch" in line]
 
 
-def words_of_ours(line: str) -> list[str] | None:
+def words_of_ours(line):
     """The arguments that a line gives the ``kvpatch`` command, or None."""
     words = shlex.split(line.partition(" > ")[0], comments=True)
     if words[:1] == ["kvpatch"]:

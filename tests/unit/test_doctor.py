@@ -19,7 +19,6 @@ import pytest
 from kvpatch import claims, cli, doctor, environ, patches, versions
 from kvpatch.cgroup import Limit
 from kvpatch.doctor import (
-    Finding,
     Level,
     environment,
     imports,
@@ -72,7 +71,7 @@ def prefix(tmp_path):
     return folder / "bin/python", site
 
 
-def install(site: Path, whole: bool = True) -> None:
+def install(site, whole=True):
     for path in (ROOT / "kvpatch/startup").glob("kvpatch*"):
         shutil.copy(path, site)
     if whole:
@@ -258,7 +257,7 @@ def test_nothing_of_the_current_folder_is_imported(prefix, tmp_path, monkeypatch
 def shadowed(tmp_path, monkeypatch):
     """Make a distribution look installed in a version, or not at all."""
 
-    def shadow(name: str, version: str) -> None:
+    def shadow(name, version):
         info = tmp_path / f"{name.replace('-', '_')}-{version}.dist-info"
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
@@ -361,7 +360,7 @@ def test_kvcacheds_extension_and_this_machine(tmp_path, monkeypatch, content, dr
 def test_the_host_device_has_a_size_where_vllm_is_for_cpus(monkeypatch, size, level, said):
     monkeypatch.setenv("KVPATCH_HOST_DEVICE", size)
 
-    def required(vllm: str) -> list[Finding]:
+    def required(vllm):
         kvcached = Installed.release("kvcached", "0.1.6")
         facts = Facts(Installed.release("vllm", vllm), kvcached, os.environ)
         return packages.check_required(facts)
@@ -567,7 +566,7 @@ def files_are_old(monkeypatch):
     monkeypatch.setattr(leftovers, "YOUNG", 0.0)
 
 
-def dead_pid() -> int:
+def dead_pid():
     process = subprocess.Popen([sys.executable, "-S", "-c", ""])
     process.wait()
     return process.pid
@@ -838,7 +837,7 @@ def test_names_reach_neither_the_terminal_nor_the_shell(kind, capsys, monkeypatc
 class Machine:
     """A /proc with processes of one's choice."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.proc = folder / "proc"
         self.folder = folder / "shm"
         self.folder.mkdir()
@@ -846,13 +845,13 @@ class Machine:
         (self.proc / "self/ns/pid").symlink_to(namespaces.INITIAL)
         self.add("1")
 
-    def add(self, *pids: str, root: str = "/") -> None:
+    def add(self, *pids, root="/"):
         process = self.proc / pids[0]
         process.mkdir()
         (process / "status").write_text("Name:\tpython\nNSpid:\t{}\n".format("\t".join(pids)))
         (process / "root").symlink_to(root)
 
-    def all_are_seen(self, uid: int) -> bool:
+    def all_are_seen(self, uid):
         return ALL_ARE_SEEN(self.folder, uid, self.proc)
 
 
@@ -896,6 +895,9 @@ def test_a_process_that_may_not_be_asked_counts_for_its_own_user(tmp_path, monke
     assert made.all_are_seen(os.getuid() + 1)
 
 
+POOL = leftovers.POOL.pack(1 << 30, 0, 0)
+
+
 @pytest.fixture
 def pools(tmp_path):
     """Make pools of kvcached in a folder, and say which of them are left over."""
@@ -904,7 +906,7 @@ def pools(tmp_path):
     kind = leftovers.KINDS[0]._replace(folder=folder)
     assert kind.pool
 
-    def pools(*names: str, content: bytes = leftovers.POOL.pack(1 << 30, 0, 0)) -> set[str]:
+    def pools(*names, content=POOL):
         for name in names:
             (folder / name).write_bytes(content)
         return {leftover.path.name for leftover in leftovers.find([kind])}

@@ -12,7 +12,7 @@ from harness.matrix.cells import CACHED, PROMPTS, TRIALS, judge
 class Scheduler:
     """One step after the other for requests of a name and a limit."""
 
-    def __init__(self, **limits: int) -> None:
+    def __init__(self, **limits):
         self.requests = {
             f"0-{name}-abc": SimpleNamespace(
                 max_tokens=limit, num_output_tokens=1, is_finished=lambda: False
@@ -20,7 +20,7 @@ class Scheduler:
             for name, limit in limits.items()
         }
 
-    def update_from_output(self, planned: object, output: object) -> str:
+    def update_from_output(self, planned, output):
         return "updated"
 
 
@@ -30,7 +30,7 @@ def step():
     scheduler = Scheduler(a=7)
     drafts = Drafts(scheduler)
 
-    def step(drafted: int, sampled: int, *, generated: int = 1, name: str = "0-a-abc") -> list[int]:
+    def step(drafted, sampled, *, generated=1, name="0-a-abc"):
         if name in scheduler.requests:
             scheduler.requests[name].num_output_tokens = generated
         planned = SimpleNamespace(scheduled_spec_decode_tokens={name: [-1] * drafted})
@@ -62,12 +62,12 @@ def test_a_step_after_the_last_one_does_not_count(step):
     assert step(3, 2) == [0, 0]
 
 
-def answer(cached: int = 0, drafts: tuple[int, int] | None = None, token: int = 1) -> dict:
+def answer(cached=0, drafts=None, token=1):
     made = {"tokens": [token], "logprobs": [-1.0], "cached": cached}
     return made | ({"drafts": list(drafts)} if drafts else {})
 
 
-def judged(how: str = "", cached: int = CACHED, ours=(9, 2), theirs=(6, 2), **changes) -> bool:
+def judged(how="", cached=CACHED, ours=(9, 2), theirs=(6, 2), **changes):
     """The verdict on a run of OffloadingConnector."""
     drafts = [pair if how else None for pair in (ours, theirs)]
     result = {

@@ -1,10 +1,9 @@
 """vLLM's own variables are there before kvcached's threads read the environment."""
 
 import os
-import sys
-from types import ModuleType
 
 import pytest
+from fakes import module
 
 from kvpatch.patches.elastic_memory.environment import around_engine_core
 
@@ -12,19 +11,14 @@ from kvpatch.patches.elastic_memory.environment import around_engine_core
 @pytest.fixture
 def envs(monkeypatch):
     """A ``vllm.envs`` with a variable that sets itself, behind one that cannot be read."""
-    made = ModuleType("vllm.envs")
-    made.environment_variables = ["WRONG", "SETS_ITSELF"]
+    made = module(monkeypatch, "vllm.envs", environment_variables=["WRONG", "SETS_ITSELF"])
 
-    def read(name: str) -> str:
+    def read(name):
         if name == "WRONG":
             raise ValueError("no such choice")
         return os.environ.setdefault(name, "a name of its own")
 
     made.__getattr__ = read
-    package = ModuleType("vllm")
-    package.envs = made
-    monkeypatch.setitem(sys.modules, "vllm", package)
-    monkeypatch.setitem(sys.modules, "vllm.envs", made)
     monkeypatch.delenv("SETS_ITSELF", raising=False)
     return made
 
@@ -32,7 +26,7 @@ def envs(monkeypatch):
 def test_what_vllm_sets_by_itself_is_set_first(envs, monkeypatch):
     seen = []
 
-    def wrapped(config: str) -> str:
+    def wrapped(config):
         seen.append(os.environ["SETS_ITSELF"])
         return config
 

@@ -14,9 +14,9 @@ PYTHON = Path("/usr/bin/python3")
 @pytest.fixture
 def wheels(monkeypatch):
     """The wheels that were downloaded; each has code, a library and metadata."""
-    wanted: list[str] = []
+    wanted = []
 
-    def run(*command: str | Path) -> str:
+    def run(*command):
         *_, folder, requirement = map(str, command)
         name, _, version = requirement.partition("==")
         wanted.append(requirement)

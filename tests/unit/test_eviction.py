@@ -1,7 +1,6 @@
 """Which cached blocks are evicted, and that finding them does not cost what is cached."""
 
 from collections import OrderedDict
-from typing import Any
 
 import pytest
 
@@ -16,32 +15,32 @@ class Pool:
 
     block_mem_size = 1
 
-    def __init__(self, unused: list[int], used: tuple[int, ...] = ()) -> None:
+    def __init__(self, unused, used=()):
         self._evictable_blocks = OrderedDict.fromkeys(unused)
         self.used = set(used)
         self.kv_cache_manager = self.page_allocator = self
-        self.grouped: list[int] = []
-        self.evicted: list[int] = []
+        self.grouped = []
+        self.evicted = []
 
-    def group_indices_by_page(self, blocks: list[int], size: int) -> dict[int, list[int]]:
+    def group_indices_by_page(self, blocks, size):
         self.grouped.append(len(blocks))
-        pages: dict[int, list[int]] = {}
+        pages = {}
         for block in blocks:
             pages.setdefault(block // PAGE, []).append(block)
         return pages
 
-    def get_page_occupancy(self, pages: list[int]) -> dict[int, int]:
+    def get_page_occupancy(self, pages):
         there = self.used | self._evictable_blocks.keys()
         return {page: sum(block // PAGE == page for block in there) for page in pages}
 
-    def evict_blocks(self, blocks: set[int]) -> None:
+    def evict_blocks(self, blocks):
         self.evicted += blocks
         for block in blocks:
             del self._evictable_blocks[block]
 
 
-def evict(pool: Pool, *args: Any, **kwargs: Any) -> int:
-    def never(*_: Any) -> int:
+def evict(pool, *args, **kwargs):
+    def never(*_):
         raise AssertionError("kvcached lists all blocks")
 
     return eviction.around_evict(never, pool, args, kwargs)

@@ -4,9 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -110,7 +108,7 @@ print("imported")
 '''
 
 
-def digests(text: str) -> dict[str, str]:
+def digests(text):
     return {name: unit.digest for name, unit in units.of_text("m", text).items()}
 
 
@@ -157,7 +155,7 @@ def test_what_an_executed_function_names_is_executed_with_it(tmp_path):
     assert made.executed([("kvpatch/gone.py", 1)]) == set()
 
 
-def of_files(folder: Path, text: str) -> units.Tree:
+def of_files(folder, text):
     """A tree with one module, ``kvpatch.m``."""
     for name in ("kvpatch", "scripts/harness"):
         (folder / name).mkdir(parents=True, exist_ok=True)
@@ -165,7 +163,7 @@ def of_files(folder: Path, text: str) -> units.Tree:
     return units.Tree(folder)
 
 
-def of_modules(folder: Path, **texts: str) -> units.Tree:
+def of_modules(folder, **texts):
     """A tree of modules of kvpatch with these texts."""
     of_files(folder, "")
     for name, text in texts.items():
@@ -229,18 +227,18 @@ def test_a_method_that_changes_while_its_class_moves_is_wanted(tmp_path):
         assert {wanted.unit for wanted in found.wanted()} == changed
 
 
-def code(executes: Mapping[str, str]) -> recorded.Code:
+def code(executes):
     units = {"a list": [f"{name} {digest}" for name, digest in executes.items()]}
     return recorded.Code("abc", recorded.bits_of(units["a list"], units), units)
 
 
-def ran(cell: Cell = CELL, right: bool = True, level: str = "engine", **executes: str) -> ages.Ran:
+def ran(cell=CELL, right=True, level="engine", **executes):
     """A run that executed functions of ``kvpatch.m``, by name, with digests."""
     named = {f"kvpatch.m:{name}": digest for name, digest in executes.items()}
     return ages.Ran(cell, recorded.Run(level, right, "a file", code(named)))
 
 
-def today(**there: str) -> ages.Today:
+def today(**there):
     """Code with these functions of ``kvpatch.m``."""
     return ages.Today(fixed={f"kvpatch.m:{name}": digest for name, digest in there.items()})
 
@@ -306,7 +304,7 @@ def test_the_cover_of_a_tag_has_every_pair_of_values():
         assert len({(getattr(one, axis), getattr(one, other)) for one in chosen}) == 4
 
 
-def in_force(release: str) -> dict[str, str]:
+def in_force(release):
     """The units of the patches that an engine of a release has today, without what is wanted."""
     rows = units.of_rows()
     names = [
@@ -366,7 +364,7 @@ def test_a_landing_lacks_no_run(committed):
 def planted(committed):
     """The units that a landing wants on account of one change of a file."""
 
-    def planted(file: str, old: str, new: str) -> set[str]:
+    def planted(file, old, new):
         text = (ROOT / file).read_text()
         assert old in text, f"{file} has another text"
         tree = committed.today.tree.changed(file, text.replace(old, new, 1))
@@ -375,7 +373,7 @@ def planted(committed):
     return planted
 
 
-def lacking(committed: ages.Evidence, changed: ages.Today) -> set[str]:
+def lacking(committed, changed):
     """The units that a landing of changed code wants, beside those that it wants anyway."""
     before = {one.unit for one in committed.wanted()}
     return {one.unit for one in ages.Evidence(committed.ran, changed).wanted()} - before
@@ -487,14 +485,14 @@ def test_a_feature_is_recorded_apart(folder, level, feature, place):
     assert [(run.get("feature"), run["right"]) for run in mine] == [(feature.get("feature"), True)]
 
 
-def execute(model: str, executes: Iterable[str], vllm: str = CELL.vllm) -> None:
+def execute(model, executes, vllm=CELL.vllm):
     """Record a run of a model that executed functions of ``kvpatch.m``."""
     executed_units = {f"kvpatch.m:{name}": "1" for name in executes}
     run = AXES | {"model": model, "right": True}
     record.record_run("engine", HEAD | {"vllm": vllm}, run, executed_units)
 
 
-def executed_by_model(folder: Path) -> dict[str, str]:
+def executed_by_model(folder):
     recorded.forget()
     return {
         cell.model: "".join(name.rpartition(":")[2] for name in sorted(runs[0].code.units))
@@ -532,7 +530,7 @@ def test_many_lists_become_one(folder, monkeypatch):
     }
 
 
-def edited(folder: Path, edit: Callable[[str], str]) -> None:
+def edited(folder, edit):
     """Change the lists of units by hand, as a merge does."""
     path = folder / recorded.UNITS
     path.write_text(edit(path.read_text()))
@@ -542,11 +540,11 @@ def edited(folder: Path, edit: Callable[[str], str]) -> None:
 def test_what_two_checkouts_recorded_is_refused_if_a_merge_lost_it_and_repaired(folder):
     """Both added a list in one place, and the merge takes that of one side."""
 
-    def git(*words: str) -> None:
+    def git(*words):
         by = ("-c", "user.name=n", "-c", "user.email=e")
         subprocess.run(["git", "-C", str(folder), *by, *words], check=True, capture_output=True)
 
-    def commit(branch: str, *run: str) -> None:
+    def commit(branch, *run):
         git("checkout", "-q", "-B", branch)
         execute(*run)
         git("add", ".")

@@ -22,7 +22,7 @@ def recorded(tmp_path, monkeypatch):
     monkeypatch.setattr(of_tests, "tree", lambda: tree)
     wrote = tmp_path / "wrote"
 
-    def record() -> None:
+    def record():
         row = next(iter(patches.FEATURES[-1].patches))
         lines = []
         for name in (FUNCTION, row.wrapper):
@@ -36,7 +36,7 @@ def recorded(tmp_path, monkeypatch):
     yield record
 
 
-def left_out() -> list[tuple[str, str]]:
+def left_out():
     return list(of_tests.unchanged("tests/unit"))
 
 

@@ -1,9 +1,9 @@
 """The wait for the workers before pages are unmapped: its limit, and who must have answered."""
 
-import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
+from fakes import module
 
 from kvpatch.patches.fence import hooks
 
@@ -11,9 +11,7 @@ from kvpatch.patches.fence import hooks
 @pytest.fixture
 def engine(monkeypatch):
     """An engine with a connector, whose fence is installed; its workers give ``answers``."""
-    vllm = ModuleType("vllm")
-    vllm.envs = SimpleNamespace(VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS=300)
-    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    module(monkeypatch, "vllm", envs=SimpleNamespace(VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS=300))
     manager = SimpleNamespace()
     monkeypatch.setattr(hooks.kvcached_api, "manager_of", lambda engine: manager)
     monkeypatch.setattr(hooks.kvcached_api, "unmap_at_once", lambda manager: None)

@@ -1,7 +1,6 @@
 """The fence before vLLM 0.25, for what an engine sees seldom: several groups, jobs and ranks."""
 
 from types import SimpleNamespace
-from typing import Any
 
 from test_fence_legacy import Engine, pair
 
@@ -11,12 +10,12 @@ from kvpatch.patches.fence.fence import Fence, Transfer
 from kvpatch.patches.fence.hooks import Fenced
 
 
-def range_of(page: int) -> tuple[int, int]:
+def range_of(page):
     return page * 10, page * 10 + 10
 
 
 def test_every_pair_of_a_step_is_named_for_its_own_request():
-    def job(request: str, source: list[int], destination: list[int]) -> Any:
+    def job(request, source, destination):
         return SimpleNamespace(req_id=request, transfer_spec=pair(source, destination))
 
     fence, planner = Fence(range_of, workers=1), SimpleNamespace()
@@ -40,10 +39,10 @@ def test_pairs_without_a_fence_are_left_alone():
     assert legacy.around_build_of_pairs(lambda: meta, SimpleNamespace(), (), {}) is meta
 
 
-def windows(held: dict[str, list[bool]], known: dict[str, list[int]], factor: int = 1) -> Any:
+def windows(held, known, factor=1):
     """A planner with two windowed groups, of requests with the blocks ``known``."""
 
-    def blocks(request: str) -> list[Any]:
+    def blocks(request):
         return [SimpleNamespace(is_null=null) for null in held[request]]
 
     groups = [
@@ -72,7 +71,7 @@ def windows(held: dict[str, list[bool]], known: dict[str, list[int]], factor: in
     return planner
 
 
-def known(planner: Any, request: str) -> list[list[int]]:
+def known(planner, request):
     return [group.block_ids for group in planner._req_status[request].group_states]
 
 

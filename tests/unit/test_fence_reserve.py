@@ -1,7 +1,6 @@
 """Freed pages that stay mapped for a while, and who has them given up."""
 
 import random
-from typing import Any
 
 import pytest
 from test_fence_hooks import Engine, Manager, Planner, build, job, report
@@ -16,11 +15,11 @@ from kvpatch.upstream import kvcached_api
 ROOM = 1000  # pages of the device that nobody has
 
 
-def pages_of(retired: list[tuple[int, list[int]]]) -> list[int]:
+def pages_of(retired):
     return [page for _, pages in retired for page in pages]
 
 
-def steps(reserve: Reserve, *counts: int) -> list[int]:
+def steps(reserve, *counts):
     """Return how many pages are to go in steps that each see so many freed ones."""
     return [len(pages_of(reserve.split([(1, list(range(count)))], ROOM)[0])) for count in counts]
 
@@ -70,12 +69,12 @@ def test_no_page_is_lost_or_made_up(seed):
 class Device(Manager):
     """A page manager on a device with so many free pages."""
 
-    def __init__(self, *retired: tuple[int, list[int]]) -> None:
+    def __init__(self, *retired):
         super().__init__(*retired)
         self.in_shrink = False
         self.free = ROOM
 
-    def _get_cached_avail_physical_pages(self) -> int:
+    def _get_cached_avail_physical_pages(self):
         return self.free
 
 
@@ -85,8 +84,8 @@ def made(monkeypatch):
     return start
 
 
-def start(planner: Any = None) -> Any:
-    one: Any = Engine(Device((1, [1, 2]), (2, [3])), Planner() if planner is None else planner)
+def start(planner=None):
+    one = Engine(Device((1, [1, 2]), (2, [3])), Planner() if planner is None else planner)
     one.manager = kvcached_api.manager_of(one)
     one.fenced = one.install()
     one.unfinished = True
@@ -96,7 +95,7 @@ def start(planner: Any = None) -> Any:
 
 def test_an_engine_that_computes_keeps_what_it_has_freed_and_asks_no_worker(made):
     one = made()
-    seen: list[int] = []
+    seen = []
     one.fenced.on_release.append(seen.extend)
     for _ in range(STEPS - 1):
         hooks.release_now(one)

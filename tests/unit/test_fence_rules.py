@@ -1,23 +1,22 @@
 """The fence's two rules, without an engine: pages of ten blocks, two workers."""
 
 import random
-from collections.abc import Iterator
 
 from kvpatch.patches.fence.fence import Fence, Transfer
 
 
-def fence() -> Fence:
+def fence():
     return Fence(lambda page: (page * 10, page * 10 + 10), workers=2)
 
 
 class Counted(Fence):
     """Counts the pages whose blocks are compared with those of the transfers."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(self.look, workers=2)
         self.looks = 0
 
-    def look(self, page: int) -> tuple[int, int]:
+    def look(self, page):
         self.looks += 1
         return page * 10, page * 10 + 10
 
@@ -27,7 +26,7 @@ class Pages(list[int]):
 
     looks = 0
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self):
         self.looks += 1
         return super().__iter__()
 
@@ -64,8 +63,8 @@ def test_a_transfer_the_fence_never_saw_is_no_error_and_leaves_nothing():
 def test_no_page_is_released_while_a_pending_transfer_names_it():
     source = random.Random(11)
     one = fence()
-    pending: dict[int, Transfer] = {}
-    retired: list[tuple[int, list[int]]] = []
+    pending = {}
+    retired = []
     epoch = 0
     for job in range(400):
         blocks = tuple(source.randrange(100) for _ in range(source.randrange(5)))
@@ -140,8 +139,8 @@ def test_changes_tell_whether_other_pages_are_held():
 def test_what_is_released_is_what_both_rules_permit_at_every_step():
     source = random.Random(7)
     one = fence()
-    pending: dict[int, Transfer] = {}
-    retired: list[tuple[int, list[int]]] = []
+    pending = {}
+    retired = []
     epoch = planned = counted = 0
     for job in range(3000):
         if source.random() < 0.6:

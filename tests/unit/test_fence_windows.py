@@ -2,7 +2,6 @@
 
 import random
 from types import SimpleNamespace
-from typing import Any
 
 from kvpatch import state
 from kvpatch.patches.fence.fence import Fence
@@ -17,16 +16,16 @@ class Looked(KnownBlocks):
 
     looks = 0
 
-    def __getitem__(self, position: Any) -> Any:
+    def __getitem__(self, position):
         self.looks += 1
         return super().__getitem__(position)
 
 
-def fence() -> Fence:
+def fence():
     return Fence(lambda page: (page * PAGE, page * PAGE + PAGE), workers=1)
 
 
-def forget(known: KnownBlocks, gone: set[int]) -> None:
+def forget(known, gone):
     known.catch_up()
     known.forget(gone, set(map(span_of, gone)))
 
@@ -70,7 +69,7 @@ def test_a_list_is_taken_over_once_and_a_new_one_again():
 def test_blocks_are_forgotten_as_by_a_walk_over_all_of_them():
     source = random.Random(3)
     for _ in range(30):
-        plain: list[int] = []
+        plain = []
         known = KnownBlocks(plain)
         forgotten = 0
         for _ in range(200):

@@ -8,7 +8,7 @@ from harness.engines.process import Forked
 
 def test_whoever_polls_a_fork_takes_nothing_from_who_waits_for_it():
     """A thread that wants a server asks which of them is idle, and so the forks of others."""
-    ended: list[int] = []
+    ended = []
     for status in range(100):
         reading, writing = Pipe(duplex=False)
         writing.send(4711)

@@ -1,9 +1,9 @@
 """Which process says that it is a frontend: one whose engine runs in another process."""
 
-import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
+from fakes import module
 
 from kvpatch.patches.elastic_memory import configuration
 
@@ -21,10 +21,9 @@ from kvpatch.patches.elastic_memory import configuration
     ],
 )
 def test_a_frontend_says_so(monkeypatch, multiprocessing, said, roles, announced):
-    vllm = ModuleType("vllm")
-    vllm.envs = SimpleNamespace(VLLM_ENABLE_V1_MULTIPROCESSING=multiprocessing)
-    monkeypatch.setitem(sys.modules, "vllm", vllm)
-    lines: list[list[str]] = []
+    envs = SimpleNamespace(VLLM_ENABLE_V1_MULTIPROCESSING=multiprocessing)
+    module(monkeypatch, "vllm", envs=envs)
+    lines = []
     record = SimpleNamespace(roles=list(roles), said_here=lambda: said)
     record.say = lambda: lines.append(list(record.roles))
     monkeypatch.setattr(configuration, "record", record)

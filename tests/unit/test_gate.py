@@ -1,16 +1,15 @@
 """Versions, switches and targets: what each gate lets through, and its sentence."""
 
 import sys
-import types
-from typing import Any
 
 import pytest
+from fakes import module
 from packaging.version import Version
 
 from kvpatch import gate, supported
 from kvpatch.environ import ALLOW_VLLM, KVCACHED_SWITCHES
 from kvpatch.patch import Feature, Gap, Outcome, Patch, Seam
-from kvpatch.refusal import CODES, VERIFY_IT, Basis, Refusal
+from kvpatch.refusal import CODES, VERIFY_IT, Basis
 from kvpatch.supported import in_ranges, validated
 from kvpatch.versions import Installed, Span, in_words, installed
 
@@ -20,7 +19,7 @@ NOT_VALIDATED = "0.25.9"
 ANOTHER = "or another release that `kvpatch matrix` shows"
 
 
-def found(text: str, package: str = "vllm", distribution: str = "vllm") -> Installed:
+def found(text, package="vllm", distribution="vllm"):
     try:
         version = Version(text)
     except ValueError:
@@ -28,11 +27,11 @@ def found(text: str, package: str = "vllm", distribution: str = "vllm") -> Insta
     return Installed(package, distribution, text, version)
 
 
-def check(package: str, *every: Installed, **environment: str) -> Refusal | None:
+def check(package, *every, **environment):
     return gate.check_installed(package, every, environment)
 
 
-def allowing(text: str) -> dict[str, str]:
+def allowing(text):
     """The environment of an operator who names one vLLM."""
     return {ALLOW_VLLM.name: text}
 
@@ -42,7 +41,7 @@ def site(tmp_path, monkeypatch):
     """Install distributions by metadata alone, with nothing else installed."""
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
 
-    def install(name: str, version: str | None) -> None:
+    def install(name, version):
         folder = tmp_path / f"{name.replace('-', '_')}-{version}.dist-info"
         folder.mkdir()
         lines = ["Metadata-Version: 2.1", f"Name: {name}"]
@@ -273,11 +272,9 @@ class Target:
 
 @pytest.fixture
 def patch(monkeypatch):
-    module = types.ModuleType("target_module")
-    module.Target = Target
-    monkeypatch.setitem(sys.modules, "target_module", module)
+    module(monkeypatch, "target_module", Target=Target)
 
-    def patch(path: str, *parameters: str, since: str = "0.16", before: str | None = None) -> Patch:
+    def patch(path, *parameters, since="0.16", before=None):
         target = f"target_module:{path}"
         return Patch(path, target, "why", "up", "until", "w:w", parameters, since, before)
 
@@ -318,15 +315,15 @@ def test_a_target_in_a_module_that_is_gone():
     )
 
 
-def feature(*seams: Any, **fields: Any) -> Feature:
+def feature(*seams, **fields):
     return Feature("f", "s", seams, **{"since": "0.16"} | fields)
 
 
-def never() -> bool:
+def never():
     return False
 
 
-def outcome(one: Feature, text: str, **environment: str) -> gate.Verdict:
+def outcome(one, text, **environment):
     return gate.check_feature(one, found(text), environment=environment)
 
 

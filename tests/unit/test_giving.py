@@ -3,10 +3,11 @@
 import itertools
 import threading
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
-from suspend_world import BLOCKS, MOST, PAGE, Shares, World, worlds
+from fakes import raising
+from suspend_world import BLOCKS, MOST, PAGE, Shares, worlds
+from suspend_world import filled as full
 
 from kvpatch import state
 from kvpatch.patches.suspend import giving as module
@@ -21,17 +22,17 @@ from kvpatch.upstream import kvcached_limits
 __all__ = ["worlds"]
 
 
-def filled(worlds: Any, **options: Any) -> World:
-    """An engine with pages 1 to 6 full of blocks of earlier requests, the coldest first."""
-    world: World = worlds(gives=True, **options)
-    for block in range(4, 28):
-        world.pool.cache(block, f"old{block}".encode())
-    world.step()
-    world._in_use = world.manager.in_use()
-    return world
+def filled(worlds, **options):
+    """An engine that gives pages back, of which 1 to 6 are full, the coldest first."""
+    return full(worlds, gives=True, **options)
 
 
-def lower(world: World, pages: int) -> None:
+def old(begin, end):
+    """The keys of its blocks."""
+    return {f"old{block}".encode() for block in range(begin, end)}
+
+
+def lower(world, pages):
     """What kvctl does, and then the next allocation, or the watch."""
     world.manager.limit = world.manager.reported = pages * PAGE
     world.giving.look()
@@ -42,7 +43,7 @@ def test_a_lower_limit_stores_what_it_evicts(worlds):
     lower(world, 4)
     assert len(world.pool.used()) == 24, "evicted before it was stored"
     world.until_idle()
-    assert set(world.tier.blocks) == {f"old{n}".encode() for n in range(4, 16)}
+    assert set(world.tier.blocks) == old(4, 16)
     assert world.pool.used() == set(range(16, 28)), "not the coldest pages"
     assert world.manager.total == 4
     assert world.giving.lost == 0
@@ -53,8 +54,7 @@ def test_a_lower_limit_stores_what_it_evicts(worlds):
 def test_no_more_is_looked_for_than_is_evicted_in_a_step(worlds, monkeypatch):
     """What is taken up and not evicted is at the head, and looked at again for each page."""
     world = filled(worlds)
-    for block in range(4, 28):
-        world.tier.blocks[f"old{block}".encode()] = f"bytes of old{block}"
+    world.tier.have(*range(4, 28))
     monkeypatch.setattr(module, "TOGETHER", 2 * BLOCKS)
     taken = []
     evict = world.pool.evict_blocks
@@ -142,8 +142,7 @@ def test_pages_that_are_ready_are_evicted_some_at_a_time(worlds, monkeypatch):
     """Every unmap waits for the workers."""
     monkeypatch.setattr(module, "TOGETHER", 2 * BLOCKS)
     world = filled(worlds)
-    for block in range(4, 28):
-        world.tier.blocks[f"old{block}".encode()] = f"bytes of old{block}"
+    world.tier.have(*range(4, 28))
     world.giving._share = Shares(pages=1)
     lower(world, 2)
     used = [len(world.pool.used())]
@@ -159,7 +158,7 @@ def test_a_tier_keeps_a_block_once_that_a_page_has_twice(worlds, monkeypatch):
     world = filled(worlds)
     world.pool._block_id_to_key[5] = b"old4"
     world.tier.blocks[b"old4"] = "bytes of old4"
-    kept: list[list[bytes]] = []
+    kept = []
     monkeypatch.setattr(world.tier, "keep", kept.append)
     lower(world, 6)
     world.until_idle()
@@ -184,9 +183,7 @@ def test_a_suspension_afterwards_stores_everything_at_once(worlds):
 def test_pages_that_the_tier_has_go_while_others_are_stored(worlds):
     world = filled(worlds)
     world.tier.steps = 20
-    for block in range(8, 16):
-        key = f"old{block}".encode()
-        world.tier.blocks[key] = f"bytes of {key.decode()}"
+    world.tier.have(*range(8, 16))
     lower(world, 4)
     world.step()
     assert world.pool.used() == {*range(4, 8), *range(16, 28)}
@@ -227,8 +224,7 @@ def test_an_idle_engine_keeps_what_the_tier_does_not(worlds):
     world = filled(worlds, room=10)
     world.giving.rest()
     world.until_idle()
-    here = {world.pool._block_id_to_key[block] for block in world.pool.used()}
-    assert here | set(world.tier.blocks) == {f"old{n}".encode() for n in range(4, 28)}
+    assert world.kept() == old(4, 28)
     assert world.giving.lost == 0
     assert len(world.pool.used()) < 24
 
@@ -245,8 +241,7 @@ def test_it_stops_when_a_request_comes(worlds, steps):
         world.step()
     assert world.giving.stage is Stage.OFF
     assert len(world.pool.used()) == before
-    here = {world.pool._block_id_to_key[block] for block in world.pool.used()}
-    assert {f"old{n}".encode() for n in range(4, 28)} <= here | set(world.tier.blocks)
+    assert old(4, 28) <= world.kept()
 
 
 def test_a_suspension_goes_before(worlds):
@@ -275,8 +270,7 @@ def test_a_limit_that_is_lowered_during_a_suspension_that_is_given_up(worlds):
     world.until_idle()
     assert world.manager.total == 4
     assert world.giving.lost == 0
-    here = {world.pool._block_id_to_key[block] for block in world.pool.used()}
-    assert {f"old{n}".encode() for n in range(4, 28)} <= here | set(world.tier.blocks)
+    assert old(4, 28) <= world.kept()
 
 
 def test_a_limit_of_the_command_is_told_until_it_is_applied(worlds):
@@ -290,18 +284,14 @@ def test_a_limit_of_the_command_is_told_until_it_is_applied(worlds):
 
 def test_an_error_of_ours_leaves_the_limit_to_kvcached(worlds, monkeypatch):
     world = filled(worlds)
-
-    def fail(blocks: Any) -> None:
-        raise ValueError("of a test")
-
-    monkeypatch.setattr(world.spill, "begin", fail)
+    monkeypatch.setattr(world.spill, "begin", raising(ValueError("of a test")))
     lower(world, 4)
     world.until_idle()
     assert world.manager.in_shrink
     assert not world.giving.lowers
 
 
-def allocate(world: World) -> None:
+def allocate(world):
     """What an allocation begins with: the limit that kvcached's thread has read last."""
     world.manager.resize(world.manager.reported)
 
@@ -323,30 +313,20 @@ def test_an_allocation_with_the_limit_of_before_does_not_give_the_new_one_up(wor
     assert world.manager.total == 4
 
 
-def test_an_allocation_with_the_limit_of_before_lowers_nothing(worlds):
+@pytest.mark.parametrize("by", ["an old report", "kvpatch limit", "kvctl"])
+def test_a_limit_that_was_raised_again_leaves_an_idle_engine_what_it_has(worlds, by):
+    """Of kvctl no allocation comes that would bring the second limit."""
     world = filled(worlds)
-    world.manager.limit, world.manager.reported = MOST * PAGE, 3 * PAGE  # it was raised just now
-    allocate(world)
-    assert not world.giving.lowers
-    world.until_idle()
-    assert len(world.pool.used()) == 24
-
-
-def test_a_limit_that_is_raised_again_before_a_step_leaves_the_engine_idle(worlds):
-    world = filled(worlds)
-    world.suspension.limit(4 * PAGE)
-    world.suspension.limit(MOST * PAGE)
-    world.until_idle()
-    assert len(world.pool.used()) == 24
-
-
-def test_a_limit_that_is_raised_again_in_shm_leaves_an_idle_engine_what_it_has(worlds):
-    """kvctl twice: no allocation comes that would bring the second limit."""
-    world = filled(worlds)
-    lower(world, 2)
-    assert world.giving.lowers
-    world.manager.limit = world.manager.reported = MOST * PAGE
-    world.giving.look()
+    if by == "an old report":
+        world.manager.reported = 3 * PAGE
+        allocate(world)
+    elif by == "kvpatch limit":
+        world.suspension.limit(4 * PAGE)
+        world.suspension.limit(MOST * PAGE)
+    else:
+        lower(world, 2)
+        assert world.giving.lowers
+        lower(world, MOST)
     assert not world.giving.lowers
     world.until_idle()
     assert len(world.pool.used()) == 24
@@ -373,13 +353,13 @@ def test_no_page_is_mapped_while_a_lower_limit_is_stored_for(worlds):
 class Requests:
     """What running requests take: free blocks, or those of the coldest cached ones."""
 
-    def __init__(self, world: World, blocks: int) -> None:
+    def __init__(self, world, blocks):
         world.add("runs").left = 1000
         self.world, self.blocks = world, blocks
         self.mapped = 0
-        self.lost: list[bytes] = []
+        self.lost = []
 
-    def take(self) -> None:
+    def take(self):
         """Allocate, at the beginning of a step."""
         world = self.world
         allocate(world)
@@ -418,7 +398,7 @@ def test_what_requests_take_while_a_limit_waits_is_stored_before(worlds, pages, 
 
 def test_a_full_tier_does_not_let_an_engine_grow_above_its_limit(worlds):
     world = filled(worlds)
-    world._plan = lambda: world.spill.no_room(False)  # type: ignore[method-assign]
+    world._plan = lambda: world.spill.no_room(False)
     requests = Requests(world, 1)
     world.step()
     lower(world, 2)
@@ -448,7 +428,7 @@ def test_a_piece_does_not_wait_for_what_is_stored_ahead_of_it(worlds):
 def test_a_step_asks_the_tier_for_one_of_the_blocks_on_their_way(worlds, monkeypatch):
     world = filled(worlds)
     old = cached(world.pool)
-    asked: list[int] = []
+    asked = []
     awaits = world.tier.awaits
     monkeypatch.setattr(world.tier, "awaits", lambda keys: asked.append(len(keys)) or awaits(keys))
     world.spill.begin(old)
@@ -474,7 +454,7 @@ def test_a_step_asks_the_tier_for_one_of_the_blocks_on_their_way(worlds, monkeyp
 def test_the_blocks_of_simple_stores_are_looked_through_once(
     monkeypatch,
 ):
-    looks: list[Any] = []
+    looks = []
     under_way = simple.under_way
     monkeypatch.setattr(simple, "under_way", lambda of: looks.append(of) or under_way(of))
     blocks = [SimpleNamespace(block_hash=name) for name in (b"a", b"b", b"c")]
@@ -520,7 +500,7 @@ def test_what_is_stored_ahead_is_taken_up_in_pieces_and_not_in_a_step_that_evict
     world = filled(worlds)
     world.giving._share = Shares(pages=1, stores=100)
     world.add("runs", 28).left = 1000
-    did: list[Any] = []
+    did = []
     evict, add = world.pool.evict_blocks, world.spill.add
 
     def adding(blocks):
@@ -559,9 +539,9 @@ def test_a_lower_limit_is_told_when_it_has_given_something_back(worlds):
 def test_a_limit_by_revision_is_refused(worlds):
     """An allocation would undo it; an engine without a tier has kvcached's own."""
     manager = filled(worlds).manager
-    calls: list[Any] = []
+    calls = []
 
-    def wrapped(*args: Any, **kwargs: Any) -> None:
+    def wrapped(*args, **kwargs):
         calls.append((args, kwargs))
 
     with pytest.raises(ValueError, match=r"refuses .* by revision .*; use kvpatch\.control"):
@@ -592,10 +572,7 @@ def test_pages_of_requests_that_wait_for_the_fence_are_not_waited_for(worlds):
 @pytest.mark.parametrize("where", ["begin", "trim", "apply"])
 def test_an_error_while_it_ends_does_not_end_the_engine(worlds, where, monkeypatch):
     world = filled(worlds)
-
-    def fail(*arguments: Any) -> None:
-        raise RuntimeError("of a test")
-
+    fail = raising(RuntimeError("of a test"))
     if where != "trim":
         monkeypatch.setattr(type(world.manager), "_resize", fail)
     if where == "begin":
@@ -612,9 +589,9 @@ def test_an_error_while_it_ends_does_not_end_the_engine(worlds, where, monkeypat
 def test_a_limit_that_an_error_left_to_kvcached_is_not_taken_up_again(worlds, monkeypatch):
     """Each allocation comes with it, and each would write the same error into the log."""
     world = filled(worlds)
-    begun: list[int] = []
+    begun = []
 
-    def fail(blocks: Any, reason: str) -> None:
+    def fail(blocks, reason):
         begun.append(1)
         raise ValueError("of a test")
 
@@ -632,9 +609,9 @@ def test_a_limit_that_an_error_left_to_kvcached_is_not_taken_up_again(worlds, mo
 class Watched:
     """A watch without its thread."""
 
-    def __init__(self, world: World, monkeypatch: pytest.MonkeyPatch, idle: float | None) -> None:
+    def __init__(self, world, monkeypatch, idle):
         self.now = 100.0
-        self.sent: list[Look] = []
+        self.sent = []
         monkeypatch.setattr(watch, "EVERY", 10_000)
         monkeypatch.setattr(watch.time, "monotonic", lambda: self.now)
         monkeypatch.setattr(server, "hand_over", lambda engine, look: self.sent.append(look))
@@ -642,10 +619,15 @@ class Watched:
         self.watch = Watch(world, world.giving, idle)
         self.watch.close()
 
-    def look(self, seconds: float = 0.0) -> int:
+    def look(self, seconds=0.0):
         self.now += seconds
         self.watch.look(self.world, self.world.giving)
         return len(self.sent)
+
+    def take(self):
+        """Let the engine take the last one."""
+        self.sent[-1].take(self.world.giving)
+        self.world.until_idle()
 
 
 def test_an_idle_engine_sees_a_limit_that_is_set_in_shm(worlds, monkeypatch):
@@ -655,8 +637,7 @@ def test_an_idle_engine_sees_a_limit_that_is_set_in_shm(worlds, monkeypatch):
     world.manager.limit = world.manager.reported = 4 * PAGE
     assert watched.look() == 1
     assert watched.look() == 1, "a second look before the first was taken"
-    watched.sent[0].take(world.giving)
-    world.until_idle()
+    watched.take()
     assert world.manager.total == 4
     assert watched.look() == 1
 
@@ -669,8 +650,7 @@ def test_the_time_without_requests_begins_when_the_last_one_has_ended(worlds, mo
     world.until_idle()
     assert watched.look(29) == 0
     assert watched.look(2) == 1
-    watched.sent[0].take(world.giving)
-    world.until_idle()
+    watched.take()
     assert world.pool.used() == set()
     assert watched.look(100) == 1, "it rests once"
     world.add("again", 28)
@@ -687,14 +667,12 @@ def test_a_request_between_two_looks_is_not_missed(worlds, monkeypatch):
     hooks.after_engine_step(lambda: True, world, (), {})  # no look sees it wait or run
     assert watched.look(20) == 0
     assert watched.look(20) == 1
-    watched.sent[0].take(world.giving)
-    world.until_idle()
+    watched.take()
     assert watched.look(100) == 1
     hooks.after_engine_step(lambda: True, world, (), {})
     world.pool.cache(28, b"short28")
     assert watched.look(100) == 2
-    watched.sent[1].take(world.giving)
-    world.until_idle()
+    watched.take()
     assert world.pool.used() == set()
 
 
@@ -710,27 +688,26 @@ def test_it_rests_after_a_suspension_that_was_given_up(worlds, monkeypatch):
     world.until_idle()
     assert world.pool.used()
     assert watched.look() == 2
-    watched.sent[1].take(world.giving)
-    world.until_idle()
+    watched.take()
     assert world.pool.used() == set()
 
 
 def test_a_look_of_an_engine_that_cannot_is_kept_to_itself():
     look = Look(rests=True)
-    look.take(SimpleNamespace())  # type: ignore[arg-type]
+    look.take(SimpleNamespace())
     assert look.taken.is_set()
 
 
 def test_a_free_on_another_thread_never_meets_a_limit_without_a_goal():
     """kvcached asserts that there is one, which would end the engine."""
-    told: list[tuple[str, bool]] = []
+    told = []
 
     class Manager:
         block_mem_size = PAGE // BLOCKS
         _lock = threading.RLock()
 
-        def __setattr__(self, name: str, value: Any) -> None:
-            other: list[bool] = []
+        def __setattr__(self, name, value):
+            other = []
             free = threading.Thread(target=lambda: other.append(self._lock.acquire(blocking=False)))
             free.start()
             free.join()
@@ -743,11 +720,11 @@ def test_a_free_on_another_thread_never_meets_a_limit_without_a_goal():
 class Clock:
     """In the place of ``time.perf_counter``."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch):
         self.now = 100.0
         monkeypatch.setattr("time.perf_counter", lambda: self.now)
 
-    def pages(self, share: Share, runs: bool, step: float, page: float) -> int:
+    def pages(self, share, runs, step, page):
         """One turn, after a step of so many seconds; return how many pages there was time for."""
         self.now += step
         share.begin(runs)
@@ -789,23 +766,18 @@ def test_a_page_that_takes_longer_than_its_share_is_paid_for_later(
     assert (AT_REST, LONGEST, STORE, LEAST) == (0.005, 0.002, 32e-6, 8)
 
 
-def test_a_share_that_is_not_used_is_not_kept(monkeypatch):
-    clock = Clock(monkeypatch)
-    share = Share()
+@pytest.mark.parametrize("begins", [True, False], ids=["unused", "no share"])
+def test_a_share_that_is_not_used_is_not_kept_and_steps_without_one_are_no_debt(
+    monkeypatch, begins
+):
+    clock, share = Clock(monkeypatch), Share()
     assert share.stores == LEAST
-    for _ in range(5):
+    if not begins:
+        clock.pages(share, True, 0.02, 0.0001)
+    for _ in range(5 if begins else 100):
         clock.now += 0.02
-        share.begin(True)
-        share.end()
-    assert clock.pages(share, True, 0.02, 0.0001) == 10
-
-
-def test_steps_without_a_share_are_no_debt(monkeypatch):
-    clock = Clock(monkeypatch)
-    share = Share()
-    clock.pages(share, True, 0.02, 0.0001)
-    for _ in range(100):
-        clock.now += 0.02
+        if begins:
+            share.begin(True)
         share.end()
     assert clock.pages(share, True, 0.02, 0.0001) == 10
 
@@ -823,7 +795,7 @@ def test_a_limit_goes_on_with_what_was_taken_up_before_it(worlds, first):
     lower(world, 3)
     world.until_idle()
     assert world.giving.lost == 0
-    assert {f"old{n}".encode() for n in range(4, 20)} <= set(world.tier.blocks)
+    assert old(4, 20) <= set(world.tier.blocks)
     assert world.manager.total == 3
 
 

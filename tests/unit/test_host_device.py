@@ -1,11 +1,11 @@
 """The host device is a distribution of its own, and may be missing."""
 
 import os
-import sys
 from importlib.metadata import EntryPoint
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
+from fakes import module
 from packaging.version import Version
 
 from kvpatch import activation, distributions, gate, patches
@@ -24,11 +24,9 @@ def absent(monkeypatch):
 def platform(monkeypatch):
     """Make vLLM's platform a CPU or a GPU."""
 
-    def platform(cpu: bool) -> None:
-        module = ModuleType("vllm.platforms")
-        module.current_platform = SimpleNamespace(is_cpu=lambda: cpu)
-        monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
-        monkeypatch.setitem(sys.modules, "vllm.platforms", module)
+    def platform(cpu):
+        here = SimpleNamespace(is_cpu=lambda: cpu)
+        module(monkeypatch, "vllm.platforms", current_platform=here)
 
     return platform
 
@@ -56,7 +54,7 @@ def test_its_variable_without_it_is_refused(absent, platform, monkeypatch):
         activation.require_distributions()
 
 
-def require(text: str, distribution: str = "vllm") -> None:
+def require(text, distribution="vllm"):
     """The gate before vllm is imported, on a machine with a vLLM."""
     vllm = Installed("vllm", distribution, text, Version(text))
     kvcached = Installed.release("kvcached", "0.1.6")
@@ -90,7 +88,7 @@ def test_no_other_vllm_wants_one(absent, vllm):
     require(*vllm)
 
 
-def entry(version: str, value: str = "kvpatch.patches.host_copies:FEATURE") -> EntryPoint:
+def entry(version, value="kvpatch.patches.host_copies:FEATURE"):
     made = EntryPoint("host-copies", value, distributions.FEATURES)
     made.__dict__["dist"] = SimpleNamespace(name="kvpatch-hostdevice", version=version)
     return made

@@ -1,9 +1,7 @@
 """What the host's memory leaves for a CPU tier, and what tiers take of it."""
 
 import os
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -19,7 +17,7 @@ GIB = 1 << 30
 def hierarchy(tmp_path):
     """Write the file with a process's cgroups, and the files of its hierarchies."""
 
-    def make(lines: str, files: dict[str, str]) -> tuple[Path, Path]:
+    def make(lines, files):
         proc, root = tmp_path / "cgroup", tmp_path / "fs"
         proc.write_text(lines)
         root.mkdir()
@@ -48,7 +46,7 @@ ABOVE = {
 OF_V1 = "9:name=systemd:/docker/abc\n5:cpuacct,cpu:/docker/abc\n4:memory:/docker/abc\n0::/\n"
 
 
-def of_v1(place: str) -> dict[str, str]:
+def of_v1(place):
     return {
         f"memory/{place}memory.limit_in_bytes": f"{32 * GIB}\n",
         f"memory/{place}memory.usage_in_bytes": f"{20 * GIB}\n",
@@ -126,12 +124,12 @@ def test_nor_does_a_forked_one():
     assert os.waitpid(child, 0)[1] == 0
 
 
-def facts(vllm: str, device: str = "cuda", contiguous: bool = True, **environment: str) -> Facts:
+def facts(vllm, device="cuda", contiguous=True, **environment):
     installed = Installed.release("vllm", vllm)
     return Facts(installed, Installed.release("kvcached", "0.1.6"), environment, device, contiguous)
 
 
-def config(extra: dict[str, Any], name: str = "OffloadingConnector", ranks: int = 1) -> Any:
+def config(extra, name="OffloadingConnector", ranks=1):
     transfer = SimpleNamespace(
         kv_connector=name, kv_connector_module_path=None, kv_connector_extra_config=extra
     )
@@ -141,7 +139,7 @@ def config(extra: dict[str, Any], name: str = "OffloadingConnector", ranks: int 
     )
 
 
-def taken(extra: dict[str, Any], here: Facts, **more: Any) -> tuple[float, float]:
+def taken(extra, here, **more):
     """GiB in /dev/shm and in all."""
     tiers = cpu_tier.of(config(extra, **more), here)
     return cpu_tier.in_shm(tiers) / GIB, cpu_tier.in_all(tiers) / GIB

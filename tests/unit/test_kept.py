@@ -3,11 +3,8 @@
 import json
 import os
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,7 +13,6 @@ from harness.engines.oracle import PLAIN
 from harness.engines.runs import Finished, Run
 
 ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "KVPATCH": "0", "KVPATCH_STATUS_DIR": "/tmp/a"}
-Made = Callable[[Any], Path]
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +25,7 @@ def folder(tmp_path, monkeypatch):
 def model(tmp_path):
     """Make a folder with a model."""
 
-    def made(name: str, content: str = "weights") -> Path:
+    def made(name, content="weights"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "model.safetensors").write_text(content)
         return tmp_path / name
@@ -47,7 +43,7 @@ def test_where_things_lie_is_no_part_of_the_key(model):
 
 def test_all_that_changes_an_answer_changes_the_key(model, monkeypatch, tmp_path):
     here = str(model("here"))
-    job: dict[str, Any] = {"model": here, "rounds": [[1]], "engine": {"block_size": 32}}
+    job = {"model": here, "rounds": [[1]], "engine": {"block_size": 32}}
     drafting = {"speculative_config": {"model": str(model("draft"))}}
     other = {"speculative_config": {"model": str(model("other draft", "others"))}}
     keys = [
@@ -89,7 +85,7 @@ def test_what_it_is_made_of_is_found(monkeypatch):
 def test_who_wants_the_same_at_once_waits_for_it(folder):
     made = []
 
-    def want(number: int) -> str:
+    def want(number):
         with kept.entry("one.json", "") as (path, partial):
             if not path.exists():
                 made.append(number)
@@ -112,7 +108,7 @@ def test_what_failed_on_its_way_is_not_kept(folder):
 def test_only_plain_answers_of_engines_that_ended_well_are_kept(monkeypatch, tmp_path):
     codes = iter([1, 0, 0, 0])
 
-    def run_driver(*args: Any, **kwargs: Any) -> Finished:
+    def run_driver(*args, **kwargs):
         return Finished(next(codes), "log", {"rounds": []})
 
     monkeypatch.setattr(kept, "run_driver", run_driver)

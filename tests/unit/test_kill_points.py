@@ -1,7 +1,7 @@
 """Where a resumption can be killed: each point is passed on the way back, and only there."""
 
 import pytest
-from suspend_world import MOST, PAGE, World, worlds
+from suspend_world import MOST, PAGE, worlds
 
 from harness.engines import kill_points
 from kvpatch.patches.suspend.hold import Hold
@@ -30,11 +30,11 @@ def test_a_resumption_passes_it_and_a_suspension_does_not(worlds, name, tmp_path
     ):
         monkeypatch.setattr(owner, attribute, getattr(owner, attribute))  # taken back at the end
     (tmp_path / "armed").touch()
-    world: World = worlds()
+    world = worlds()
     world.pool.cache(4, b"old4")
-    stopped: list[tuple[str, int]] = []
+    stopped = []
 
-    def stop(self: kill_points.Point) -> None:
+    def stop(self):
         stopped.append((world.suspension.phase.value, world.manager.limit))
 
     monkeypatch.setattr(kill_points.Point, "stop", stop)

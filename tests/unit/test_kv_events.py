@@ -1,9 +1,9 @@
 """KV cache events of kvcached's block pool: what each wrapper adds."""
 
-import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
+from fakes import module
 
 from kvpatch.patch import Kind
 from kvpatch.patches import kv_events
@@ -40,11 +40,7 @@ def test_a_block_that_is_evicted_is_an_event_without_a_wrapper_around_each():
 
 @pytest.mark.parametrize(("done", "on"), [(True, True), (True, False), (False, True)])
 def test_a_reset_is_one_event(monkeypatch, done, on):
-    module = ModuleType("vllm.distributed.kv_events")
-    module.AllBlocksCleared = lambda: "cleared"
-    for name in ("vllm", "vllm.distributed"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, module.__name__, module)
+    module(monkeypatch, "vllm.distributed.kv_events", AllBlocksCleared=lambda: "cleared")
     pool = SimpleNamespace(enable_kv_cache_events=on, kv_event_queue=["stored"])
 
     def reset():

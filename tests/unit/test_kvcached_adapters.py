@@ -1,10 +1,10 @@
 """kvcached on later releases: what each wrapper changes, and that it changes nothing else."""
 
-import sys
 from contextlib import contextmanager
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
+from fakes import module
 
 from kvpatch.patches import kvcached_version
 from kvpatch.patches.kvcached_adapters import adapters, runner_v1
@@ -71,10 +71,8 @@ def test_the_profile_runs_in_what_vllm_puts_around_it(monkeypatch):
         yield
         said.append(f"leave {what}")
 
-    config = ModuleType("vllm.config")
+    config = module(monkeypatch, "vllm.config")
     config.set_current_vllm_config = lambda given: inside(f"config {given}")
-    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
-    monkeypatch.setitem(sys.modules, "vllm.config", config)
 
     class Runner:
         def profile_run(self, randomize_inputs=False):
@@ -114,12 +112,8 @@ def test_the_profile_runs_in_what_vllm_puts_around_it(monkeypatch):
     ],
 )
 def test_only_a_lasting_kv_cache_comes_from_kvcached(monkeypatch, args, kwargs, lasts):
-    for name in ("kvcached", "kvcached.integration", "kvcached.integration.vllm"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    adapter = ModuleType("kvcached.integration.vllm.model_runner_v2")
+    adapter = module(monkeypatch, "kvcached.integration.vllm.model_runner_v2")
     adapter.allocate_kv_cache = lambda *args: ("kvcached", *args)
-    sys.modules["kvcached.integration.vllm"].model_runner_v2 = adapter
-    monkeypatch.setitem(sys.modules, adapter.__name__, adapter)
 
     def initialize(*args, **kwargs):
         return runner_v1.allocate(lambda *args: ("vllm", *args), None, ("config", "cpu"), {})

@@ -20,7 +20,7 @@ TEST = """def test_it(request):
 def collect(run, tmp_path):
     """Run pytest on one test at each of some places under a copy of tests/."""
 
-    def collect(*places: str, options: tuple[str, ...] = ()):
+    def collect(*places, options=()):
         tests = tmp_path / "tests"
         for place in places:
             path = tests / place

@@ -5,12 +5,11 @@ import fcntl
 import os
 import stat
 import subprocess
-import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
-from fakes import raising
+from fakes import module, raising
 from packaging.version import Version
 
 from kvpatch import private
@@ -60,7 +59,7 @@ def extension(tmp_path_factory):
     command = ["g++", "-std=c++17", f"-I{INCLUDE}", f"-I{folder}", folder / "page.cpp"]
     subprocess.run([*command, "-o", folder / "page"], check=True)
 
-    def extension() -> int:
+    def extension():
         return subprocess.run([folder / "page"], check=False).returncode
 
     return extension
@@ -142,15 +141,9 @@ def test_the_hold_on_copies_is_closed_to_others(device, monkeypatch):
 @pytest.fixture
 def cpu(monkeypatch):
     """A machine without a GPU, and kvcached built for the host device."""
-    platforms, extension = ModuleType("vllm.platforms"), ModuleType("kvcached._C")
-    platforms.current_platform = SimpleNamespace(is_cpu=lambda: True)
-    extension.__file__ = "extension"
-    kvcached = ModuleType("kvcached")
-    kvcached._C = extension
-    for name, module in (("vllm", ModuleType("vllm")), ("vllm.platforms", platforms)):
-        monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setitem(sys.modules, "kvcached", kvcached)
-    monkeypatch.setitem(sys.modules, "kvcached._C", extension)
+    here = SimpleNamespace(is_cpu=lambda: True)
+    module(monkeypatch, "vllm.platforms", current_platform=here)
+    module(monkeypatch, "kvcached._C", __file__="extension")
     monkeypatch.setattr(ctypes, "CDLL", lambda path: SimpleNamespace(kvpatch_host_device_abi=1))
 
 

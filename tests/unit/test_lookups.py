@@ -14,11 +14,11 @@ from kvpatch.telemetry.remembered import Remembered
 BLOCK = 4  # tokens
 
 
-def hashes(*names: object) -> list[bytes]:
+def hashes(*names):
     return [hashlib.sha256(str(name).encode()).digest() for name in names]
 
 
-def prompt(length: int, of: object = 0) -> list[bytes]:
+def prompt(length, of=0):
     """The hashes of a prompt, each of which is of all blocks before it too."""
     return hashes(*((of, block) for block in range(length)))
 
@@ -60,12 +60,12 @@ def test_two_blocks_of_one_place_are_told_apart():
 class Scheduler:
     """vLLM's, as far as it is looked at."""
 
-    def __init__(self, connector: object = "a connector") -> None:
-        self.requests: dict[str, SimpleNamespace] = {}
+    def __init__(self, connector="a connector"):
+        self.requests = {}
         self.kv_cache_manager = SimpleNamespace(block_pool=SimpleNamespace(hash_block_size=BLOCK))
         self.connector = connector
         self.totals = state.attach(self, Totals())
-        self.ended: set[str] = set()
+        self.ended = set()
 
     def add(self, name, blocks, computed=0, **changes):
         """Schedule a request of one token more than its blocks, of which a part was found."""

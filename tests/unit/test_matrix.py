@@ -6,18 +6,16 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from packaging.version import Version
 
 from harness.matrix import axes, derive, plain, recorded, shapes
-from harness.matrix.shapes import Signatures
 from kvpatch import patches, supported
 from kvpatch.cli import matrix as cli
 from kvpatch.matrix import tables, verdicts
 from kvpatch.matrix.verdicts import CONNECTORS, NONE, Cell, Kind, Verdict, counts
-from kvpatch.patch import Feature, Outcome, Seam
+from kvpatch.patch import Outcome, Seam
 from kvpatch.refusal import CODES, Basis
 
 ROOT = Path(__file__).parents[2]
@@ -29,18 +27,18 @@ BUILD = (
 )
 
 
-def red(vllm: Signatures, kvcached: Signatures = KVCACHED) -> dict[str, Outcome]:
+def red(vllm, kvcached=KVCACHED):
     found = shapes.check_rows(vllm, kvcached)
     return {row: one.outcome for row, one in found.items() if shapes.is_red(one)}
 
 
-def but(recorded: Signatures, target: str, signature: str | None) -> Signatures:
+def but(recorded, target, signature):
     """A release in which one target is something else."""
     assert recorded.targets[target] is not None
     return replace(recorded, targets=recorded.targets | {target: signature})
 
 
-def rows_on(target: str, release: str) -> set[str]:
+def rows_on(target, release):
     return {
         patch.id
         for feature in patches.FEATURES
@@ -53,8 +51,8 @@ def rows_on(target: str, release: str) -> set[str]:
 def changed(monkeypatch):
     """Replace the range of one row, as somebody would in its file."""
 
-    def changed(row: str, **range_: str | None) -> None:
-        def of(feature: Feature) -> Feature:
+    def changed(row, **range_):
+        def of(feature):
             seams = tuple(
                 Seam(
                     tuple(
@@ -75,7 +73,7 @@ def changed(monkeypatch):
 def status(monkeypatch):
     """Give a release another status, as somebody would in ``supported``."""
 
-    def status(release: str, value: str) -> None:
+    def status(release, value):
         monkeypatch.setattr(supported, "RELEASES", supported.RELEASES | {release: value})
 
     return status
@@ -93,7 +91,7 @@ def found():
     return derive.verdicts()
 
 
-def cell(vllm: str, connector: str = "Offloading", runner: str = "V1", feature: str = NONE) -> Cell:
+def cell(vllm, connector="Offloading", runner="V1", feature=NONE):
     return Cell(vllm, runner, "contiguous", connector, "full attention", feature)
 
 
@@ -211,7 +209,7 @@ def test_a_fault_is_where_it_is_said_to_be(fault):
 
 
 def test_a_release_with_a_fault_of_its_own_is_refused_for_it(found):
-    def sentence(version: str) -> str:
+    def sentence(version):
         return found[cell(version)].why
 
     assert "because its OffloadingConnector frees the blocks of a preempted" in sentence("0.13.0")
@@ -257,7 +255,7 @@ def test_what_a_release_does_not_have_is_absent(found):
     [("ngram", "0.31.0", "0.32.0"), ("draft model", "0.30.0", "0.31.0")],
 )
 def test_what_a_runner_does_not_have_is_absent(found, feature, without, since):
-    def kind(release: str, runner: str) -> Kind:
+    def kind(release, runner):
         return found[cell(release, runner=runner, feature=feature)].kind
 
     assert kind(without, "V2") is Kind.ABSENT
@@ -268,7 +266,7 @@ ENDED = "NotImplementedError: no such backend on a CPU"
 FP8_V1 = {"runner": "V1", "model": "full attention", "feature": "fp8"}
 
 
-def plain_runs(folder: Path, **runs: str) -> Path:
+def plain_runs(folder, **runs):
     """A folder of results in which plain vLLM of a release ended with an error, or ran."""
     (folder / "plain").mkdir()
     for vllm, ended in runs.items():
@@ -335,7 +333,7 @@ def test_a_release_that_is_not_validated_can_be_tried(status):
     """What scripts/matrix runs on it is what would start if the operator named it."""
     status("0.31.0", supported.INSPECTED_ONLY)
 
-    def sentence(runner: str, tried: bool) -> str | None:
+    def sentence(runner, tried):
         refused = derive.refusal(cell("0.31.0", runner=runner), tried)
         return None if refused is None else str(refused)
 
@@ -375,8 +373,8 @@ def test_a_feature_is_set_where_the_rules_read_it():
 def ran(monkeypatch):
     """Say which cells have an engine run, and whether it was right."""
 
-    def are(**right: bool) -> None:
-        def run(name: str, verdict: bool) -> list[recorded.Run]:
+    def are(**right):
+        def run(name, verdict):
             return [recorded.Run("engine", verdict, f"{name}.json", recorded.NOT_RECORDED)]
 
         names = {
@@ -446,7 +444,7 @@ def test_the_grid_has_a_mark_for_every_release_and_connector(found):
 
 
 def test_the_command_prints_what_is_recorded(run):
-    def matrix(*arguments: str) -> Any:
+    def matrix(*arguments):
         return run(sys.executable, "-m", "kvpatch", "matrix", *arguments, PYTHONPATH=ROOT)
 
     done = matrix("--json")

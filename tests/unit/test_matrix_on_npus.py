@@ -3,7 +3,6 @@
 import json
 from argparse import Namespace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -36,12 +35,12 @@ def data(monkeypatch, tmp_path):
     yield tmp_path
 
 
-def ran_on_npu(right: bool, level: str = recorded.NPU, patches: list[str] = ROWS) -> None:
+def ran_on_npu(right, level=recorded.NPU, patches=ROWS):
     executed = {f"row:{one}": "1" for one in patches}
     record.record_run(level, HEAD, AXES | {"right": right}, executed)
 
 
-def of(connector: str) -> Verdict:
+def of(connector):
     return npus.verdict(RELEASE, npus.cell(RELEASE, connector))
 
 
@@ -105,12 +104,10 @@ def test_a_release_that_has_the_mend_ends_its_range(monkeypatch):
 def ran_with(monkeypatch):
     """Run the command on engines that served this; returns the connectors that ran."""
 
-    def ran_with(**changes: Any) -> list[str]:
-        asked: list[str] = []
+    def ran_with(**changes):
+        asked = []
 
-        def served(
-            release: str, folder: Path, offload: str, kvpatch: str, load: str, device: int
-        ) -> dict[str, Any]:
+        def served(release, folder, offload, kvpatch, load, device):
             asked.append(f"{release} {offload} {kvpatch} {load} {device}")
             (trial,) = [one for one in engines.TRIALS.values() if one.offload == offload]
             rounds = [{"tokens": [[1]], "cached": one, "emptied": True} for one in trial.cached]

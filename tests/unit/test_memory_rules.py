@@ -1,7 +1,5 @@
 """Rules of the host's memory by themselves: several CPU tiers, nothing free, nothing known."""
 
-from typing import Any
-
 import pytest
 from test_rules import GIB, OLD, ONE_RANK, ROOMY, config, facts, tier
 
@@ -11,7 +9,7 @@ from kvpatch.patches.offloading import memory_rules
 CONNECTORS = {"simple": "SimpleCPUOffloadConnector", "tier": "OffloadingConnector"}
 
 
-def several(*inside: dict[str, int], **more: Any) -> dict[str, Any]:
+def several(*inside, **more):
     """A MultiConnector; ``inside`` have the GiB of one of ``CONNECTORS`` each."""
     connectors = [
         {
@@ -29,14 +27,14 @@ def several(*inside: dict[str, int], **more: Any) -> dict[str, Any]:
     }
 
 
-def refused_for_memory(changes: dict[str, Any]) -> tuple[str, str] | None:
+def refused_for_memory(changes):
     """The code and the words of the rule of the host's memory that a configuration breaks."""
     made = config(**changes)
     refused = rules.check(made, facts(**made.machine), memory_rules.RULES)
     return refused and (refused.code, refused.what)
 
 
-def warned_of_memory(changes: dict[str, Any]) -> list[str]:
+def warned_of_memory(changes):
     made = config(**changes)
     here = facts(**made.machine)
     assert refused_for_memory(changes) is None

@@ -8,7 +8,7 @@ from harness.mutation.mutants import mutants
 from harness.mutation.runner import ROOT
 
 
-def changed(source: str) -> list[str]:
+def changed(source):
     """Every other source, without the lines that are the same."""
     return [made.apply(source.encode()).decode().strip() for made in mutants(source)]
 

@@ -1,7 +1,6 @@
 """scripts/new-vllm on stand-ins for what runs engines."""
 
 import sys
-from collections.abc import Callable
 
 import pytest
 
@@ -17,13 +16,12 @@ REGISTRY = """RELEASES = {
     "0.34.0": INSPECTED_ONLY,
 }
 """
-Main = Callable[..., int]
 
 
 @pytest.fixture
 def standing_in(monkeypatch, tmp_path):
     """Run the command on commands that print and end; nothing is unpacked, made or recorded."""
-    made: list[str] = []
+    made = []
     monkeypatch.setattr(supported, "RELEASES", dict(supported.RELEASES))
     monkeypatch.setattr(environments, "BORROWED", dict(environments.BORROWED))
     tree = tmp_path / "tree"
@@ -35,7 +33,7 @@ def standing_in(monkeypatch, tmp_path):
     monkeypatch.setattr(trial, "make", lambda *_: tree)
     monkeypatch.setattr(trial, "bring_back", lambda *_: [])
 
-    def main(*groups: list[Stage], found: moved.Moved | None = None, words: str = "") -> int:
+    def main(*groups, found=None, words=""):
         monkeypatch.setattr(moved, "between", lambda *_: found or moved.Moved())
         monkeypatch.setattr(new_vllm, "engine_stages", lambda *_: list(groups))
         command = ["new-vllm", RELEASE, "--as-unknown", "--work", str(tmp_path), *words.split()]
@@ -45,7 +43,7 @@ def standing_in(monkeypatch, tmp_path):
     return main
 
 
-def stage(name: str, code: str) -> Stage:
+def stage(name, code):
     return Stage(name, ("-c", code), f"by hand {name}")
 
 
@@ -97,7 +95,7 @@ def test_stages_beside_each_other_all_run(standing_in, capsys):
 
 
 def test_without_an_environment_nothing_runs(standing_in, capsys, monkeypatch):
-    def fails(_: str) -> None:
+    def fails(_):
         raise SystemExit("environment: pip failed\nlong\nno such release")
 
     monkeypatch.setattr(environments, "made", fails)
@@ -143,7 +141,7 @@ def test_a_release_without_a_cpu_build_has_the_libraries_of_the_newest_before_it
 
 @pytest.mark.parametrize("version", ["0.30.0", "0.32.0", "0.32.1", "0.34.0", "0.35.0"])
 def test_the_registry_gets_the_line_in_its_place(version):
-    found: dict[str, object] = {"VALIDATED": 1, "INSPECTED_ONLY": 0}
+    found = {"VALIDATED": 1, "INSPECTED_ONLY": 0}
     exec(trial.with_line(REGISTRY, version), found)
     releases = found["RELEASES"]
     assert isinstance(releases, dict)

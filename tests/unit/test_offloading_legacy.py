@@ -3,7 +3,6 @@
 import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -20,9 +19,9 @@ KV_CACHES = {"layer.0": object()}
 @pytest.fixture
 def registered(monkeypatch):
     """What was given to the registration of later releases."""
-    given: list[Any] = []
+    given = []
 
-    def register(wrapped: Any, worker: Any, *rest: Any) -> None:
+    def register(wrapped, worker, *rest):
         given.append((worker, *rest))
         state.attach(worker, Rows([(0x1000, 4096)]))
 
@@ -138,7 +137,7 @@ def test_a_block_of_another_size_than_the_plans_is_refused():
 # Weights that are replaced up to 0.23
 
 
-def core(connector: Any = None) -> Any:
+def core(connector=None):
     return SimpleNamespace(scheduler=SimpleNamespace(connector=connector))
 
 
@@ -159,7 +158,7 @@ def test_weights_are_not_replaced_while_a_connector_has_blocks_of_them(method, b
     )
 
 
-def weights() -> None: ...
+def weights(): ...
 
 
 @pytest.mark.parametrize(
@@ -167,7 +166,7 @@ def weights() -> None: ...
     [(None, "reload_weights"), (object(), "check_health"), (object(), weights)],
 )
 def test_other_calls_and_engines_without_a_connector_are_vllms(connector, method):
-    def call(method: Any, timeout: Any = None) -> Any:
+    def call(method, timeout=None):
         return [method, timeout]
 
     assert legacy.around_call(call, core(connector), (method,), {"timeout": 3}) == [method, 3]
@@ -176,11 +175,11 @@ def test_other_calls_and_engines_without_a_connector_are_vllms(connector, method
 class OffloadingConnector:
     """vLLM's, of which only the scheduler side counts."""
 
-    def __init__(self, planner: Any) -> None:
+    def __init__(self, planner):
         self.connector_scheduler = planner
 
 
-def reset(planner: Any, *args: Any, **kwargs: Any) -> None:
+def reset(planner, *args, **kwargs):
     """Reset the device's cache while two requests run; vLLM preempts them."""
     scheduler = SimpleNamespace(
         connector=OffloadingConnector(planner),
@@ -192,7 +191,7 @@ def reset(planner: Any, *args: Any, **kwargs: Any) -> None:
     assert not scheduler.running
 
 
-def named(planner: Any, preempted: set[str] | None) -> Any:
+def named(planner, preempted):
     """Return whom a step names to the connector and to the workers."""
     output = SimpleNamespace(preempted_req_ids=preempted)
     seen = legacy.name_preempted(lambda output: output.preempted_req_ids, planner, (output,), {})
@@ -228,7 +227,7 @@ def test_a_request_that_computes_every_token_loads_none(skips, answer):
     request = SimpleNamespace(skip_reading_prefix_cache=skips)
     seen = []
 
-    def match(request: Any, computed: int) -> tuple[int, bool]:
+    def match(request, computed):
         seen.append(request)  # it gets its state there
         return 32, True
 
@@ -250,7 +249,7 @@ def test_a_session_forgets_the_hashes_of_what_it_drops(computed, kept):
     assert session.block_hashes == [*kept, "new"]
 
 
-def plan_of(*kinds: str) -> Any:
+def plan_of(*kinds):
     specs = [type(kind, (), {})() for kind in kinds]
     return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in specs])
 
@@ -275,7 +274,7 @@ def test_windows_alone_are_refused_before_the_connector_knows_them(
 
 
 class KVBlock:
-    def __init__(self, block_id: int, block_hash: str | None = None) -> None:
+    def __init__(self, block_id, block_hash=None):
         self.block_id, self.block_hash, self.is_null = block_id, block_hash, block_id == 0
 
 
@@ -302,28 +301,28 @@ def test_blocks_that_another_connector_loads_into_are_waited_for(external, flush
 class Made:
     """The streams of a platform, or of torch.cuda."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.Stream = lambda: Stream("new")
 
-    def current_stream(self) -> str:
+    def current_stream(self):
         return "compute"
 
 
 class Stream:
-    def __init__(self, name: str) -> None:
+    def __init__(self, name):
         self.name, self.after = name, []
 
-    def wait_stream(self, other: str) -> None:
+    def wait_stream(self, other):
         self.after.append(other)
 
 
 class Handler:
     """vLLM's, of one direction: a copy takes the stream at the end of the pool."""
 
-    def __init__(self, gpu_to_cpu: bool, *pool: Stream) -> None:
+    def __init__(self, gpu_to_cpu, *pool):
         self.gpu_to_cpu, self._stream_pool = gpu_to_cpu, list(pool)
 
-    def transfer_async(self, job: int) -> Stream:
+    def transfer_async(self, job):
         return self._stream_pool.pop() if self._stream_pool else Stream("its own")
 
 
@@ -347,7 +346,7 @@ def test_a_load_waits_for_the_computation_before_it(monkeypatch, platform, pool,
     assert [one.name for one in handler._stream_pool] == pool[:-1]
 
 
-def aborted(stored: set[str] | None, loaded: set[str] | None) -> tuple[Any, Any]:
+def aborted(stored, loaded):
     """Abort a request; return the connector's scheduler and what vLLM's is answered."""
     planner = SimpleNamespace(
         _reqs_being_stored={} if stored is None else {"one": stored},
@@ -362,7 +361,7 @@ def aborted(stored: set[str] | None, loaded: set[str] | None) -> tuple[Any, Any]
     return planner, answer
 
 
-def reported(planner: Any, sent: set[str] | None) -> Any:
+def reported(planner, sent):
     """Return whose stores have ended, for vLLM's scheduler."""
     output = SimpleNamespace(finished_sending=sent, finished_recving={"one"})
     assert legacy.without_aborted_loads(lambda output: "done", planner, (output,), {}) == "done"

@@ -56,20 +56,20 @@ def facts():
     }
 
 
-def raw(body: bytes, pid: int = GONE, checksum: int | None = None) -> bytes:
+def raw(body, pid=GONE, checksum=None):
     """A page with this body, whatever that is."""
     checksum = zlib.crc32(body) if checksum is None else checksum
     head = page._HEAD.pack(page._MAGIC, page.PROTOCOL, b"0.1.0", pid)
     return head + page._BODY.pack(len(body), checksum) + body
 
 
-def put(data: bytes, name: str = f"{GONE}.page") -> Path:
+def put(data, name=f"{GONE}.page"):
     path = page.own_folder() / name
     path.write_bytes(data)
     return path
 
 
-def content(**changes) -> bytes:
+def content(**changes):
     own = {"written": 1.0, "started": 1, "namespace": page.namespace(), "beats": False}
     return json.dumps(facts() | own | changes).encode()
 
@@ -135,7 +135,7 @@ def test_a_page_without_memory_is_not_published(place, monkeypatch, caplog):
 # Files of others, and damaged ones: never an error, a hang, or much memory
 
 
-def sparse(path: Path) -> None:
+def sparse(path):
     with path.open("wb") as file:
         file.truncate(8 << 30)
 
@@ -494,11 +494,11 @@ CALLS = [
 class Failing:
     """Lets the n-th call of any of ``CALLS`` fail, and those after it succeed."""
 
-    def __init__(self, number: int, error: Exception) -> None:
+    def __init__(self, number, error):
         self.left = number
         self.error = error
 
-    def into(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def into(self, monkeypatch):
         for module, name in CALLS:
             monkeypatch.setattr(module, name, self._around(getattr(module, name)))
 
@@ -588,7 +588,7 @@ def at_once(monkeypatch):
     monkeypatch.setattr(page.time, "sleep", lambda seconds: None)
 
 
-def shown(data: bytes, pid: int) -> None:
+def shown(data, pid):
     publisher.sweep(put(data, f"{pid}.page").parent)
     (seen,) = reader.all_of(False)
     out = text([seen, reader.one(pid)])

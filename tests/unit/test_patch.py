@@ -60,7 +60,7 @@ def world(monkeypatch):
     return module
 
 
-def patch(target: str, wrapper: str = "loud", kind: Kind = Kind.WRAP) -> Patch:
+def patch(target, wrapper="loud", kind=Kind.WRAP):
     reference = f"{__name__}:{wrapper}"
     return Patch(target, f"world:{target}", "w", "u", "t", reference, (), "0", kind=kind)
 

@@ -2,7 +2,6 @@
 
 import sys
 import types
-from typing import Any
 
 import pytest
 from fakes import raising
@@ -15,15 +14,15 @@ from kvpatch.patch import Feature, Gap, Kind, Outcome, Patch, Seam, Transaction,
 from kvpatch.versions import Span
 
 
-def instead(original: Any) -> Any:
+def instead(original):
     return lambda *args: f"instead of {original.__name__}"
 
 
-def interrupted(original: Any) -> Any:
+def interrupted(original):
     raise KeyboardInterrupt
 
 
-def ours(name: str, target: str, kind: Kind) -> Patch:
+def ours(name, target, kind):
     return patch(target, kind=kind)._replace(wrapper=f"{__name__}:{name}")
 
 
@@ -148,7 +147,7 @@ def test_a_signature_is_the_functions_own(module, path, names):
     assert list(gate.imported(f"edges_module:Target.{path}")()) == names
 
 
-def row(path: str, *parameters: str) -> Patch:
+def row(path, *parameters):
     return Patch(path, f"edges_module:{path}", "w", "u", "t", "w:w", parameters, "0.16")
 
 

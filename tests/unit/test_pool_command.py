@@ -3,8 +3,6 @@
 import json
 import os
 import time
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -42,11 +40,11 @@ def engine(name):
     member.leave()
 
 
-def printed(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
+def printed(capsys, *words):
     return cli.main(["pool", *words]), capsys.readouterr().out
 
 
-def set_clock(monkeypatch: pytest.MonkeyPatch, now: float) -> None:
+def set_clock(monkeypatch, now):
     """Stop the command's clock; a wait for a lock would not end while everybody's stands."""
     monkeypatch.setattr("kvpatch.cli.pool.time", SimpleNamespace(monotonic=lambda: now))
 
@@ -188,7 +186,7 @@ def test_doctor_on_a_pool_without_engines(name):
 
 
 def test_doctor_on_a_pool_that_cannot_be_read(name, monkeypatch):
-    def foreign(home: Path) -> Callable[[], None]:
+    def foreign(home):
         raise ledger.Foreign(home)
 
     monkeypatch.setattr(ledger, "show", foreign)

@@ -1,7 +1,6 @@
 """Extents: which chunks are handed out, what may be given back."""
 
 import itertools
-from typing import Any
 
 import pytest
 
@@ -16,12 +15,12 @@ from kvpatch.pool.extents import Extents
 CHUNK = 4096
 
 
-def extents(chunks: int = 10, per: int = 4) -> Extents:
+def extents(chunks=10, per=4):
     count = itertools.count(1.0)
     return Extents(chunks, CHUNK, per * CHUNK, lambda: next(count))
 
 
-def opened(chunks: int = 10, per: int = 4, count: int = 2) -> Extents:
+def opened(chunks=10, per=4, count=2):
     made = extents(chunks, per)
     for index in range(count):
         made.add(index)
@@ -200,23 +199,23 @@ class Life(RuleBasedStateMachine):
 
     PER, CHUNKS = 3, 11
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.made = extents(self.CHUNKS, self.PER)
-        self.held: dict[int, Any] = {}
-        self.jobs: dict[int, tuple[set[int], int]] = {}
+        self.held = {}
+        self.jobs = {}
         self.keys = itertools.count()
         self.names = itertools.count()
 
     @precondition(lambda self: self.made.absent() is not None)
     @rule()
-    def grow(self) -> None:
+    def grow(self):
         index = self.made.absent()
         assert index is not None
         self.made.add(index)
 
     @rule(count=st.integers(1, 6))
-    def store(self, count: int) -> None:
+    def store(self, count):
         keys = [next(self.keys) for _ in range(count)]
         free = self.handed_out()
         if count > len(free):
@@ -232,7 +231,7 @@ class Life(RuleBasedStateMachine):
 
     @precondition(lambda self: self.jobs)
     @rule(data=st.data())
-    def report(self, data: Any) -> None:
+    def report(self, data):
         job = data.draw(st.sampled_from(sorted(self.jobs)))
         chunks, left = self.jobs.pop(job)
         self.made.report(job, 1)
@@ -241,29 +240,29 @@ class Life(RuleBasedStateMachine):
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
-    def evict(self, data: Any) -> None:
+    def evict(self, data):
         chunk = data.draw(st.sampled_from(sorted(self.held)))
         self.made.release(chunk)
         del self.held[chunk]
 
     @rule()
-    def reset(self) -> None:
+    def reset(self):
         self.made.reset()
         self.held.clear()
 
     @precondition(lambda self: self.made.coldest() is not None)
     @rule()
-    def drain(self) -> None:
+    def drain(self):
         self.made.drain(self.made.coldest())
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
-    def use(self, data: Any) -> None:
+    def use(self, data):
         self.made.use([data.draw(st.sampled_from(sorted(self.held)))])
 
     @precondition(lambda self: self.made.idle())
     @rule()
-    def give_back(self) -> None:
+    def give_back(self):
         index = self.made.idle()[0]
         chunks = set(range(index * self.PER, (index + 1) * self.PER))
         assert not chunks & set(self.held), "a chunk that holds something would be punched"
@@ -271,7 +270,7 @@ class Life(RuleBasedStateMachine):
         self.made.close(index)
         self.made.remove(index)
 
-    def handed_out(self) -> list[int]:
+    def handed_out(self):
         return [
             chunk
             for index, one in sorted(self.made.open.items())
@@ -281,7 +280,7 @@ class Life(RuleBasedStateMachine):
         ]
 
     @invariant()
-    def the_coldest_and_the_idle_are_those_of_a_look_at_all(self) -> None:
+    def the_coldest_and_the_idle_are_those_of_a_look_at_all(self):
         every = self.made.open.items()
         staying = [
             (one.used if one.held else 0, -index)
@@ -294,7 +293,7 @@ class Life(RuleBasedStateMachine):
         assert self.made.idle() == sorted(set(idle) - set(self.made.closed()), reverse=True)
 
     @invariant()
-    def counts_are_right(self) -> None:
+    def counts_are_right(self):
         assert self.made.free == len(self.handed_out())
         assert self.made.used == len(self.held)
         assert {

@@ -6,17 +6,15 @@ import shutil
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from fakes import raising
-from pool_world import MIB, counted
+from pool_world import MIB, counted, memory_in
 
 from kvpatch.pool import keeper as keeping
 from kvpatch.pool import ledger, member, record
 from kvpatch.pool.extents import Extent, Extents
 from kvpatch.pool.keeper import Keeper
-from kvpatch.pool.memory import Memory
 from kvpatch.pool.ranks import Failed
 from kvpatch.pool.record import Owner
 
@@ -27,40 +25,35 @@ PER = 4
 class Ranks:
     """Workers that do what they are asked to, unless they shall not."""
 
-    def __init__(self) -> None:
-        self.registered: dict[int, int] = {}
-        self.failing: set[str] = set()
+    def __init__(self):
+        self.registered = {}
+        self.failing = set()
 
-    def register(self, offset: int, size: int) -> None:
+    def register(self, offset, size):
         if "register" in self.failing:
             raise Failed("it does not register")
         self.registered[offset] = size
 
-    def deregister(self, offset: int, size: int) -> None:
+    def deregister(self, offset, size):
         if "deregister" in self.failing:
             raise Failed("it does not deregister")
         self.registered.pop(offset, None)
 
-    def close(self) -> None:
+    def close(self):
         self.registered.clear()
 
 
 class Engine:
     """An engine with a tier: what its scheduler and its workers do is up to the test."""
 
-    def __init__(self, world: "World", name: str, tier: int, floor: int = 0) -> None:
+    def __init__(self, world, name, tier, floor=0):
         self.world = world
-        file = os.open(
-            world.folder.parent / f"kvpatch-test-{os.getpid()}-{name}", os.O_RDWR | os.O_CREAT
-        )
-        (world.folder.parent / f"kvpatch-test-{os.getpid()}-{name}").unlink()
-        os.ftruncate(file, tier)
-        self.memory = Memory(file)
+        self.memory = memory_in(world.folder.parent, tier)
         owner = Owner(0, 0, tier, floor, MIB, 0.0, world.now, ledger.pid_namespace(), name)
         self.member = member.join(ledger.record_of(world.folder, name), world.size, owner)
         self.ranks = Ranks()
         self.extents = Extents(tier // CHUNK, CHUNK, MIB, world.clock)
-        self.pinned: set[int] = set()
+        self.pinned = set()
         self.keys = itertools.count()
         self.keeper = Keeper(
             self.extents,
@@ -72,29 +65,29 @@ class Engine:
             world.clock,
         )
 
-    def evict(self, index: int) -> int:
+    def evict(self, index):
         gone = [chunk for chunk in self.extents.open[index].held if chunk not in self.pinned]
         for chunk in gone:
             self.extents.release(chunk)
         return len(gone)
 
-    def turn(self, times: int = 1) -> None:
+    def turn(self, times=1):
         for _ in range(times):
             self.keeper.turn()
             self.check()
 
-    def check(self) -> None:
+    def check(self):
         """What is registered is committed, what is committed is counted, and no more."""
         assert self.memory.committed == self.member.committed == len(self.extents.open) * MIB
         assert set(self.ranks.registered) == {index * MIB for index in self.extents.open}
 
-    def wants(self, count: int) -> None:
+    def wants(self, count):
         self.keeper.need(count)
         self.turn()
 
-    def store(self, count: int = PER, then: float = 0) -> list[int]:
+    def store(self, count=PER, then=0):
         """Store blocks, growing as long as the pool has room; ``then`` seconds pass."""
-        stored: list[int] = []
+        stored = []
         while not stored:
             waits = self.keeper.need(count)
             if count <= self.extents.free:
@@ -107,12 +100,12 @@ class Engine:
         return stored
 
 
-def turn(*engines: Engine) -> None:
+def turn(*engines):
     for engine in engines:
         engine.turn()
 
 
-def mib(*engines: Engine) -> tuple[float, ...]:
+def mib(*engines):
     """The MiB that engines have committed."""
     return tuple(engine.memory.committed / MIB for engine in engines)
 
@@ -120,27 +113,27 @@ def mib(*engines: Engine) -> tuple[float, ...]:
 class World:
     """Engines that share one folder and one clock, which a test sets."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, folder, monkeypatch):
         self.folder = folder
         self.size = 8 * MIB
         self.now = 1000.0
-        self.engines: list[Engine] = []
+        self.engines = []
         monkeypatch.setattr(time, "monotonic", lambda: self.now)
 
-    def clock(self) -> float:
+    def clock(self):
         return self.now
 
-    def engine(self, name: str = "one", tier: int = 64 * MIB, floor: int = 0) -> Engine:
+    def engine(self, name="one", tier=64 * MIB, floor=0):
         made = Engine(self, name, tier, floor)
         self.engines.append(made)
         return made
 
-    def after(self, seconds: float, *engines: Engine) -> None:
+    def after(self, seconds, *engines):
         """Let time pass, and engines have a turn each, in that order."""
         self.now += seconds
         turn(*engines)
 
-    def limit(self, size: int) -> None:
+    def limit(self, size):
         assert ledger.set_limit(self.folder, size)
 
 
@@ -158,19 +151,11 @@ def world(monkeypatch):
     folder.rmdir()
 
 
-@pytest.fixture
-def one(world):
-    return world.engine("one")
+def engine(name):
+    return pytest.fixture(lambda world: world.engine(name), name=name)
 
 
-@pytest.fixture
-def two(world):
-    return world.engine("two")
-
-
-@pytest.fixture
-def three(world):
-    return world.engine("three")
+one, two, three = map(engine, ("one", "two", "three"))
 
 
 def test_extents_are_committed_as_blocks_need_them(world, one):
@@ -230,7 +215,7 @@ def test_a_full_pool_is_not_looked_at_for_every_store(one):
 def test_an_engine_that_wants_nothing_leaves_the_ledger_to_the_others(world, one, two, monkeypatch):
     turn(one, one, two, two)
 
-    def rests() -> bool:
+    def rests():
         with monkeypatch.context() as patched:
             patched.setattr(ledger, "alone", None)  # it is told without the lock
             return one.keeper.rests
@@ -357,7 +342,7 @@ def test_a_lower_limit_is_shared_out_at_once(world, one, two):
     assert counted(world.folder) == 0
 
 
-def full(world: World, count: int) -> Engine:
+def full(world, count):
     """An engine alone in a pool of so many extents, all of which hold blocks."""
     world.size = count * MIB
     one = world.engine(tier=count * MIB)
@@ -372,19 +357,19 @@ class Looked(dict[int, Extent]):
 
     looks = 0
 
-    def __getitem__(self, index: int) -> Extent:
+    def __getitem__(self, index):
         self.looks += 1
         return super().__getitem__(index)
 
-    def get(self, index: int, default: Any = None) -> Any:
+    def get(self, index, default=None):
         self.looks += 1
         return super().get(index, default)
 
-    def items(self) -> Any:
+    def items(self):
         self.looks += len(self)
         return super().items()
 
-    def values(self) -> Any:
+    def values(self):
         self.looks += len(self)
         return super().values()
 
@@ -406,7 +391,7 @@ def test_a_turn_looks_at_few_extents_however_many_there_are(world):
 def test_a_much_lower_limit_has_few_extents_go_at_a_time(world, monkeypatch):
     """What has to go is evicted by the next step of the scheduler, if it comes first."""
     one = full(world, 60)
-    going: list[int] = []
+    going = []
     evict = one.evict
     monkeypatch.setattr(
         one.keeper, "_evict", lambda index: going.append(one.extents.going) or evict(index)
@@ -492,7 +477,7 @@ def test_a_suspended_engine_keeps_all_that_it_has(world, one, two):
     one.store(4 * PER, then=60)
     two.store(4 * PER, then=10)
 
-    def ask() -> int:
+    def ask():
         for _ in range(80):  # who gives nothing is not asked for a while
             two.wants(4 * PER)
             one.turn()
@@ -599,7 +584,7 @@ def test_an_extent_kept_ahead_does_not_make_an_engine_the_oldest(world, one, two
     assert set(three.keeper._asked) == {one.member.path.name}
 
 
-def asked_by(engine: Any, *others: Any) -> set[str]:
+def asked_by(engine, *others):
     """Whom an engine asks that needs an extent, when the others have looked."""
     for other in others:
         other.turn()
@@ -651,7 +636,7 @@ def test_an_engine_that_did_not_give_is_not_asked_again_for_a_while(world, one, 
         engine.store(4 * PER)
         engine.pinned.update(range(4 * PER))  # it answers, and cannot give
         world.now += 10
-    wanted: list[set[str]] = []
+    wanted = []
     begun = world.now
     while world.now - begun < keeping.PASSED_OVER:
         three.keeper.need(PER)
@@ -812,7 +797,7 @@ def test_an_engine_does_not_join_a_pool_of_another_size(world, one):
 def test_the_thread_survives_an_error(world, one, monkeypatch):
     turns = threading.Semaphore(0)
 
-    def fails() -> None:
+    def fails():
         turns.release()
         raise ValueError("a fault of ours")
 

@@ -6,12 +6,10 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
 from multiprocessing import Pipe
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -25,9 +23,8 @@ from pool_world import MIB, Engine, counted, in_child, join, killed_at, owner
 from kvpatch import private
 from kvpatch.pool import ledger, record
 from kvpatch.pool.ledger import Busy, Foreign
-from kvpatch.pool.member import Different, Lingers, Member, Promised
+from kvpatch.pool.member import Different, Lingers, Promised
 from kvpatch.pool.member import join as join_as
-from kvpatch.pool.memory import Memory
 from kvpatch.pool.record import Limit
 
 HERE = Path("/dev/shm")
@@ -44,28 +41,20 @@ def folder(tmp_path_factory):
         path.rmdir()
 
 
-@pytest.fixture
-def one(folder):
-    return join(folder, name="one")
+def engine(name):
+    return pytest.fixture(lambda folder: join(folder, name=name), name=name)
 
 
-@pytest.fixture
-def two(folder):
-    return join(folder, name="two")
+one, two, three = map(engine, ("one", "two", "three"))
 
 
-@pytest.fixture
-def three(folder):
-    return join(folder, name="three")
-
-
-def unlock(member: Member) -> None:
+def unlock(member):
     """Drop the lock of a member's record, as if every process had dropped it."""
     fcntl.flock(member._file, fcntl.LOCK_UN)
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def locked(folder):
     """Keep the ledger's lock, for which nobody waits long meanwhile."""
     file = os.open(folder, os.O_RDONLY)
     fcntl.flock(file, fcntl.LOCK_EX)
@@ -76,10 +65,10 @@ def locked(folder: Path) -> Iterator[None]:
     os.close(file)
 
 
-def killed(folder: Path, size: int, taken: int, name: str) -> None:
+def killed(folder, size, taken, name):
     """Let an engine take memory in a process of its own, which is then killed."""
 
-    def engine() -> None:
+    def engine():
         member = join(folder, size, name)
         assert member.take(taken)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -87,7 +76,7 @@ def killed(folder: Path, size: int, taken: int, name: str) -> None:
     os.waitpid(in_child(engine), 0)
 
 
-def names(folder: Path) -> set[str]:
+def names(folder):
     return {path.name for path in folder.iterdir()}
 
 
@@ -125,7 +114,7 @@ def test_an_engine_that_was_started_with_another_size_is_refused(folder):
 
 
 def test_floors_that_are_more_than_the_pool_are_refused(folder):
-    def keeping(name: str, floor: int) -> Member:
+    def keeping(name, floor):
         return join_as(ledger.record_of(folder, name), 4 * MIB, owner(floor=floor))
 
     one, two = keeping("one", 2 * MIB), keeping("two", 2 * MIB)
@@ -283,11 +272,11 @@ def test_what_a_killed_engine_had_counts_while_a_worker_has_its_memory(folder):
     one = join(folder, 2 * MIB, "one")
     reading, writing = os.pipe()
 
-    def engine() -> None:
+    def engine():
         other = join(folder, 2 * MIB, "two")
         assert other.take(MIB)
 
-        def worker() -> None:
+        def worker():
             held = ledger.hold(other.path)
             os.write(writing, os.getpid().to_bytes(4, "little"))
             time.sleep(1000)
@@ -365,7 +354,7 @@ def test_the_more_a_dead_engine_had_the_longer_it_counts(folder, monkeypatch):
 
 
 def test_a_dead_engine_has_what_is_being_freed_and_no_ceiling_and_no_floor(folder):
-    def keeping(name: str, **fields: Any) -> Member:
+    def keeping(name, **fields):
         fields = {"floor": 3 * MIB, "ceiling": 4 * MIB, "namespace": 1, **fields}
         return join_as(ledger.record_of(folder, name), 4 * MIB, owner(**fields))
 
@@ -430,7 +419,7 @@ def test_who_holds_the_lock_for_ever_stops_only_growth(folder, one, monkeypatch)
 def test_a_look_takes_the_lock_only_for_what_is_to_be_changed(one, two, three, monkeypatch):
     """Of 64 engines that all look it would be held most of the time."""
     assert two.take(MIB)
-    taken: list[float] = []
+    taken = []
     alone = ledger.alone
     monkeypatch.setattr(ledger, "alone", lambda *words: taken.append(words[1]) or alone(*words))
     view = one.look(MIB, 12.5, 0.5)
@@ -474,7 +463,7 @@ def test_records_of_many_processes_and_long_names_fit(folder):
     assert ledger.show(folder)[1][0].owner.name == "é" * 32
 
 
-def life(folder: Path) -> None:
+def life(folder):
     """Everything that an engine does, from its start to its end."""
     engine = Engine(folder, "life")
     for index in range(3):
@@ -505,9 +494,9 @@ def test_killed_at_any_system_call_an_engine_leaves_the_pool_whole(folder):
 
 def test_an_engines_record_is_never_below_what_the_kernel_counts(folder, monkeypatch):
     engine = Engine(folder, "one")
-    seen: list[tuple[int, int]] = []
+    seen = []
 
-    def check() -> None:
+    def check():
         found = record.read_owner(engine.member._file)
         seen.append((found.committed, engine.memory.committed))
         assert found.committed >= engine.memory.committed
@@ -516,8 +505,8 @@ def test_an_engines_record_is_never_below_what_the_kernel_counts(folder, monkeyp
 
     call, write = memory._fallocate, os.pwrite
 
-    def around(original: Any) -> Any:
-        def called(*args: Any) -> Any:
+    def around(original):
+        def called(*args):
             check()
             try:
                 return original(*args)
@@ -540,28 +529,28 @@ def test_an_engines_record_is_never_below_what_the_kernel_counts(folder, monkeyp
 class Pools(RuleBasedStateMachine):
     """Processes that join, grow, shrink, look, are killed and leave, under changing limits."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.folder = HERE / f"kvpatch-test-pool-{os.getpid()}-{os.urandom(4).hex()}"
-        self.watcher: Member | None = None
-        self.engines: dict[str, tuple[int, Any]] = {}
-        self.files: dict[str, Memory] = {}
-        self.has: dict[str, set[int]] = {}
+        self.watcher = None
+        self.engines = {}
+        self.files = {}
+        self.has = {}
         self.limit = 8 * MIB
         self.count = 0
 
     @initialize()
-    def begin(self) -> None:
+    def begin(self):
         self.watcher = join(self.folder, 8 * MIB, "watcher")
 
     @precondition(lambda self: len(self.engines) < 3)
     @rule()
-    def start(self) -> None:
+    def start(self):
         self.count += 1
         name = f"engine {self.count}"
         ours, theirs = Pipe()
 
-        def serve() -> None:
+        def serve():
             ours.close()
             engine = Engine(self.folder, name)
             theirs.send(None)
@@ -582,11 +571,11 @@ class Pools(RuleBasedStateMachine):
         self.has[name] = set()
         assert ours.recv() is None
 
-    def call(self, name: str, *what: Any) -> Any:
+    def call(self, name, *what):
         self.engines[name][1].send(what)
         return self.engines[name][1].recv()
 
-    def forget(self, name: str) -> None:
+    def forget(self, name):
         pid, pipe = self.engines.pop(name)
         pipe.close()
         os.waitpid(pid, 0)
@@ -594,7 +583,7 @@ class Pools(RuleBasedStateMachine):
 
     @precondition(lambda self: self.engines)
     @rule(data=st.data(), count=st.integers(1, 4))
-    def grow(self, data: Any, count: int) -> None:
+    def grow(self, data, count):
         name = data.draw(st.sampled_from(sorted(self.engines)))
         for _ in range(count):
             index = min(set(range(64)) - self.has[name])
@@ -605,7 +594,7 @@ class Pools(RuleBasedStateMachine):
 
     @precondition(lambda self: any(self.has.values()))
     @rule(data=st.data())
-    def shrink(self, data: Any) -> None:
+    def shrink(self, data):
         name = data.draw(st.sampled_from(sorted(one for one in self.has if self.has[one])))
         index = data.draw(st.sampled_from(sorted(self.has[name])))
         self.call(name, "shrink", index)
@@ -613,25 +602,25 @@ class Pools(RuleBasedStateMachine):
 
     @precondition(lambda self: self.engines)
     @rule(data=st.data())
-    def kill(self, data: Any) -> None:
+    def kill(self, data):
         name = data.draw(st.sampled_from(sorted(self.engines)))
         os.kill(self.engines[name][0], signal.SIGKILL)
         self.forget(name)
 
     @precondition(lambda self: self.engines)
     @rule(data=st.data())
-    def leave(self, data: Any) -> None:
+    def leave(self, data):
         name = data.draw(st.sampled_from(sorted(self.engines)))
         self.call(name, "leave")
         self.forget(name)
 
     @rule(size=st.integers(1, 12))
-    def change_limit(self, size: int) -> None:
+    def change_limit(self, size):
         self.limit = size * MIB
         assert ledger.set_limit(self.folder, self.limit)
 
     @invariant()
-    def records_and_kernel_agree(self) -> None:
+    def records_and_kernel_agree(self):
         if self.watcher is None:
             return
         expected = sum(map(len, self.has.values())) * MIB
@@ -639,7 +628,7 @@ class Pools(RuleBasedStateMachine):
         for name, indices in self.has.items():
             assert self.call(name, "committed") == len(indices) * MIB
 
-    def teardown(self) -> None:
+    def teardown(self):
         for name in list(self.engines):
             self.call(name, "leave")
             self.forget(name)
@@ -658,7 +647,7 @@ def test_many_processes_that_take_and_give_at_once_never_pass_the_limit(folder):
     watcher = join(folder, 5 * MIB, "watcher")
     seen = mmap.mmap(-1, 1)  # whether the watcher has, which the engines wait for
 
-    def engine(name: str) -> None:
+    def engine(name):
         one = Engine(folder, name, 5 * MIB)
         for turn in count():
             if turn >= 30 and seen[0]:
@@ -672,7 +661,7 @@ def test_many_processes_that_take_and_give_at_once_never_pass_the_limit(folder):
     highest = 0
     ended = threading.Event()
 
-    def watch() -> None:
+    def watch():
         nonlocal highest
         while not ended.is_set():
             # A look takes no lock: it may add up what one engine had and another one has.

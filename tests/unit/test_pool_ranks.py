@@ -16,12 +16,12 @@ MIB = 1 << 20
 class Device:
     """What a worker has registered, and whether it can."""
 
-    def __init__(self) -> None:
-        self.ranges: dict[int, int] = {}
-        self.calls: list[tuple[bool, int]] = []
+    def __init__(self):
+        self.ranges = {}
+        self.calls = []
         self.works = True
 
-    def __call__(self, wanted: bool, offset: int, size: int) -> bool:
+    def __call__(self, wanted, offset, size):
         self.calls.append((wanted, offset))
         if not self.works:
             return False
@@ -89,7 +89,7 @@ def test_a_late_answer_is_not_taken_for_the_next_one(engine, monkeypatch):
     monkeypatch.setattr(ranks, "PATIENCE", 0.05)
     go_on, device = threading.Event(), Device()
 
-    def late(wanted: bool, offset: int, size: int) -> bool:
+    def late(wanted, offset, size):
         go_on.wait(60)
         return device(wanted, offset, size)
 
@@ -166,9 +166,9 @@ def test_a_commit_that_fails_in_its_middle_leaves_nothing(memory, monkeypatch):
     from kvpatch.pool import memory as module
 
     call = module._fallocate
-    calls: list[int] = []
+    calls = []
 
-    def second_fails(file: int, mode: int, offset: int, size: int) -> None:
+    def second_fails(file, mode, offset, size):
         calls.append(mode)
         if len(calls) == 2:
             raise OSError(28, "No space left on device")

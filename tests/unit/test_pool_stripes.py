@@ -22,7 +22,7 @@ REGIONS = st.lists(st.sampled_from([512, 1024, 4096, 6144, 65536]), min_size=1, 
 RANKS = st.integers(1, 3)
 
 
-def extents(layout: Stripes, size: int = 1 << 18) -> Extents:
+def extents(layout, size=1 << 18):
     chunks = layout.blocks - 1
     return Extents(chunks, layout.chunk_bytes, size, lambda: 1.0, layout.multiple)
 
@@ -31,7 +31,7 @@ def extents(layout: Stripes, size: int = 1 << 18) -> Extents:
 def test_every_byte_of_a_block_is_in_one_extent(blocks, regions, ranks):
     layout = Stripes(blocks, tuple(regions), ranks)
     made = extents(layout)
-    owners: dict[int, int] = {}  # extent by the place of each of its blocks
+    owners = {}  # extent by the place of each of its blocks
     for index in range(made.count):
         found = list(layout.ranges(*made.place(index)))
         assert sum(length for _, length in found) == made.place(index)[1]
@@ -53,7 +53,7 @@ def test_every_byte_of_a_block_is_in_one_extent(blocks, regions, ranks):
 def test_no_two_extents_share_a_page(blocks, regions, ranks):
     layout = Stripes(blocks, tuple(regions), ranks)
     made = extents(layout)
-    pages: set[int] = set()
+    pages = set()
     for index in range(made.count):
         for first, length in layout.ranges(*made.place(index)):
             assert first % PAGE == 0
@@ -92,9 +92,9 @@ def test_a_null_block_has_no_memory(tmp_path):
 def test_an_extent_whose_memory_cannot_be_had_has_none(monkeypatch):
     from kvpatch.pool import memory as module
 
-    calls: list[tuple[int, int, int]] = []
+    calls = []
 
-    def fallocate(file: int, mode: int, offset: int, size: int) -> None:
+    def fallocate(file, mode, offset, size):
         calls.append((mode, offset, size))
         if len(calls) == 3:
             raise OSError(28, "No space left on device")

@@ -9,7 +9,7 @@ from kvpatch.pool.worth import Reuse
 class Clock:
     now = 100.0
 
-    def __call__(self) -> float:
+    def __call__(self):
         return self.now
 
 

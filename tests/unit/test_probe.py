@@ -4,11 +4,9 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from fakes import raising
@@ -38,61 +36,61 @@ class Device:
         late: how often free memory is asked for until that is given back.
     """
 
-    def __init__(self, **otherwise: Any) -> None:
+    def __init__(self, **otherwise):
         self.apart = otherwise.get("apart", False)
         self.lost = otherwise.get("lost", ())
         self.kept, self.late = otherwise.get("kept", 0), otherwise.get("late", 1 << 30)
         self.left = 1 << 30
-        self.handles: dict[int, int] = {}
-        self.mapped: dict[int, bytearray] = {}  # by page
-        self.of_handle: dict[int, list[bytearray]] = {}
-        self.host: dict[int, bytearray] = {}
-        self.reserved: set[int] = set()
+        self.handles = {}
+        self.mapped = {}  # by page
+        self.of_handle = {}
+        self.host = {}
+        self.reserved = set()
 
-    def free(self) -> int:
+    def free(self):
         self.late -= 1
         if self.late < 0 and not self.handles:
             self.left = 1 << 30
         return self.left
 
-    def reserve(self, size: int) -> int:
+    def reserve(self, size):
         self.reserved.add(START)
         return START
 
-    def release(self, address: int) -> None:
+    def release(self, address):
         assert not self.mapped
         self.reserved.remove(address)
 
-    def physical(self, size: int = PAGE) -> int:
+    def physical(self, size=PAGE):
         handle = len(self.of_handle) + 1
         self.handles[handle] = size
         self.of_handle[handle] = [bytearray(PAGE) for _ in range(size // PAGE)]
         self.left -= size
         return handle
 
-    def free_physical(self, handle: int) -> None:
+    def free_physical(self, handle):
         self.left += self.handles.pop(handle) - self.kept
 
-    def map(self, address: int, handle: int, size: int = PAGE) -> None:
+    def map(self, address, handle, size=PAGE):
         for number, memory in enumerate(self.of_handle[handle]):
             page = address // PAGE + number
             assert page not in self.mapped
             self.mapped[page] = bytearray(PAGE) if self.apart else memory
 
-    def unmap(self, address: int) -> None:
+    def unmap(self, address):
         del self.mapped[address // PAGE]
 
-    def pinned(self, size: int) -> int:
+    def pinned(self, size):
         self.host[HOST] = bytearray(size)
         return HOST
 
-    def stream(self) -> int:
+    def stream(self):
         return 1
 
-    def synchronize(self, stream: int) -> None:
+    def synchronize(self, stream):
         pass
 
-    def batch(self, copies: list[tuple[int, int, int]], kind: int, stream: int) -> None:
+    def batch(self, copies, kind, stream):
         for number, (to, of, size) in enumerate(copies):
             if number in self.lost:
                 continue
@@ -101,26 +99,26 @@ class Device:
             else:
                 self.write(to, self.get(of, size))
 
-    def copy_later(self, to: int, of: int, size: int, kind: int, stream: int) -> None:
+    def copy_later(self, to, of, size, kind, stream):
         self.put(to, self.read(of, size))
 
-    def write(self, address: int, text: bytes) -> None:
+    def write(self, address, text):
         for at, byte in enumerate(text, address):
             self.mapped[at // PAGE][at % PAGE] = byte
 
-    def read(self, address: int, size: int) -> bytes:
+    def read(self, address, size):
         page = address // PAGE
         both = self.mapped[page] + self.mapped.get(page + 1, b"")
         return bytes(both[address % PAGE : address % PAGE + size])
 
-    def put(self, address: int, text: bytes) -> None:
+    def put(self, address, text):
         self.host[HOST][address - HOST : address - HOST + len(text)] = text
 
-    def get(self, address: int, size: int) -> bytes:
+    def get(self, address, size):
         return bytes(self.host[HOST][address - HOST : address - HOST + size])
 
 
-def asked(question: Callable[..., Answer], *more: Any, **otherwise: Any) -> Answer:
+def asked(question, *more, **otherwise):
     """What a question makes of a device; the device is left as it was found."""
     device = Device(**otherwise)
     answer = question(device, *more)
@@ -167,7 +165,7 @@ def test_what_happens_to_a_page_under_a_copy_is_told_whatever_it_is():
     assert "synchronize: the stream failed" in answer.words
 
 
-def refusing(stream: int) -> None:
+def refusing(stream):
     raise Refused("the stream failed")
 
 
@@ -182,7 +180,7 @@ def test_without_torch_npu_the_order_of_copies_is_not_asked():
 
 
 def test_every_question_is_asked_and_its_answer_said():
-    said: list[str] = []
+    said = []
     words = asking.ask(LIBRARY, 3, said.append, lambda *given: Answer(True, str(given[2])))
     assert list(words) == list(QUESTIONS)
     assert said[0] == "one page at thousands of addresses: right: 3"
@@ -198,10 +196,10 @@ def test_one_wrong_answer_is_a_wrong_probe_unless_it_is_only_told(name):
     assert asking.word(answers | {name: Answer(None, "")}) == ("right" if told else "unfinished")
 
 
-def answering(monkeypatch: pytest.MonkeyPatch, out: str, err: str = "", code: int = 0) -> list[Any]:
-    ran: list[Any] = []
+def answering(monkeypatch, out, err="", code=0):
+    ran = []
 
-    def run(command: list[str], **how: Any) -> Any:
+    def run(command, **how):
         ran.append((command, how))
         return SimpleNamespace(stdout=out, stderr=err, returncode=code)
 
@@ -226,7 +224,7 @@ def test_a_process_that_dies_or_hangs_is_a_wrong_answer(monkeypatch):
         False, "its process ended with -11: Segmentation fault"
     )
 
-    def hangs(command: list[str], **how: Any) -> None:
+    def hangs(command, **how):
         raise subprocess.TimeoutExpired(command, how["timeout"])
 
     monkeypatch.setattr(subprocess, "run", hangs)
@@ -255,7 +253,7 @@ def cann(tmp_path, monkeypatch):
     return Runtime(home, False)
 
 
-def written(found: Runtime, word: str, date: str, folder: Path) -> None:
+def written(found, word, date, folder):
     verdict.write({"times": Answer(True, "fast")}, word, verdict.machine(found), date, folder)
 
 
@@ -296,7 +294,7 @@ def test_a_file_that_is_no_verdict_lifts_nothing(cann, tmp_path, text):
     assert verdict.passed(verdict.machine(cann)) == ""
 
 
-def answers(**changes: Answer) -> Callable[..., dict[str, Answer]]:
+def answers(**changes):
     return lambda library, device, say: {one: Answer(True, "") for one in QUESTIONS} | changes
 
 
@@ -325,13 +323,13 @@ def test_without_a_runtime_nothing_is_asked(monkeypatch, capsys):
     assert "CANN was not found" in capsys.readouterr().err
 
 
-def verifying(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, status: int | None) -> list[Any]:
+def verifying(monkeypatch, tmp_path, status):
     """What ``kvpatch verify`` ran; the probe's status is None where there is no vllm-ascend."""
-    ran: list[Any] = []
+    ran = []
     monkeypatch.setattr(probe, "needed", lambda: status is not None)
     monkeypatch.setattr(probe, "run", lambda *given: ran.append("the probe") or status)
 
-    def running(*given: Any) -> None:
+    def running(*given):
         ran.append("the command")
         raise KeyboardInterrupt
 
@@ -371,7 +369,7 @@ def test_the_probe_runs_as_an_operator_runs_it(monkeypatch, tmp_path):
 
 
 def test_an_npu_is_where_vllm_ascend_is_installed(monkeypatch):
-    asked_for: list[str] = []
+    asked_for = []
     assert distributions.probes() == (probe,)
     assert probe.needed() is False
     monkeypatch.setattr(distributions.metadata, "version", asked_for.append)

@@ -1,11 +1,10 @@
 """The free memory of every rank's GPU: the least counts, and a map that failed waits."""
 
 import logging
-import sys
-from types import ModuleType, SimpleNamespace
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
+from fakes import module
 
 from kvpatch.patches.elastic_memory import ranks
 
@@ -17,7 +16,7 @@ POOL = "a-pool"
 class World:
     """An engine with two ranks: what kvcached reads, and what each worker answers."""
 
-    def __init__(self, here: int = 100, others: tuple[Any, ...] = (100, 100)):
+    def __init__(self, here=100, others=(100, 100)):
         self.here = here  # pages
         self.others = list(others)  # pages of each rank; None without a GPU, or an error
         self.now = 1000.0
@@ -34,11 +33,11 @@ class World:
             _avail_physical_pages_cache=here,
         )
 
-    def available(self) -> int:
+    def available(self):
         return ranks.around_available(lambda: self.here, self.manager, (), {})
 
-    def failed(self) -> None:
-        def rolled_back(ret_index: list[int], num_from_reserved: int) -> str:
+    def failed(self):
+        def rolled_back(ret_index, num_from_reserved):
             self.maps += 1
             return "rolled back"
 
@@ -47,7 +46,7 @@ class World:
         if len(self.others) > 1:
             assert self.manager._avail_physical_pages_cache is None, "what was counted still counts"
 
-    def ask(self, rank: int) -> dict[str, Any]:
+    def ask(self, rank):
         self.asked += 1
         pages = self.others[rank]
         if isinstance(pages, Exception):
@@ -61,19 +60,15 @@ def world(monkeypatch):
     return install(World(), monkeypatch)
 
 
-def install(world: World, monkeypatch: pytest.MonkeyPatch) -> World:
-    ipc = ModuleType("kvcached.tp_ipc_util")
+def install(world, monkeypatch):
+    ipc = module(monkeypatch, "kvcached.tp_ipc_util")
 
-    async def send(rank: int, message: dict[str, Any], pp_rank: int = 0) -> dict[str, Any]:
+    async def send(rank, message, pp_rank=0):
         assert message == {"cmd": "kv_tensors_created", "group_id": 3}
         return world.ask(rank)
 
     ipc._send_and_receive_message = send
     ipc._target_pp_ranks = lambda pp_rank: [pp_rank]
-    package = ModuleType("kvcached")
-    package.tp_ipc_util = ipc
-    monkeypatch.setitem(sys.modules, "kvcached", package)
-    monkeypatch.setitem(sys.modules, "kvcached.tp_ipc_util", ipc)
     monkeypatch.setattr(ranks.time, "monotonic", lambda: world.now)
     return world
 
@@ -164,27 +159,26 @@ def test_a_gpu_that_is_full_from_the_start_is_said_unless_the_first_is_full_too(
 
 
 class Sent:
-    def __init__(self) -> None:
-        self.messages: list[Any] = []
+    def __init__(self):
+        self.messages = []
 
-    def __call__(self, sock: Any, msg: dict[str, Any]) -> str:
+    def __call__(self, sock, msg):
         self.messages.append((sock, msg))
         return "sent"
 
 
-def gpu(monkeypatch: pytest.MonkeyPatch, memory: Any) -> None:
-    def mem_get_info() -> tuple[int, int]:
+def gpu(monkeypatch, memory):
+    def mem_get_info():
         if isinstance(memory, Exception):
             raise memory
         return memory
 
-    torch = ModuleType("torch")
-    torch.cuda = SimpleNamespace(is_available=lambda: memory is not None, mem_get_info=mem_get_info)
-    monkeypatch.setitem(sys.modules, "torch", torch)
+    cuda = SimpleNamespace(is_available=lambda: memory is not None, mem_get_info=mem_get_info)
+    module(monkeypatch, "torch", cuda=cuda)
     monkeypatch.delenv("KVCACHED_GPU_UTILIZATION", raising=False)
 
 
-def answer(message: dict[str, Any]) -> dict[str, Any]:
+def answer(message):
     sent = Sent()
     for args, kwargs in ((("sock", message), {}), (("sock",), {"msg": message})):
         assert ranks.around_send(sent, None, args, kwargs) == "sent"

@@ -4,7 +4,6 @@ import ast
 import pickle
 import re
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -61,7 +60,7 @@ MAKERS = ("Refusal", "RefusedImport", "RefusedCall", "Halted", "Rule")
 FORWARDED = {"Refusal(what, why, f'{self.remedy}, or set KVPATCH=0', code=self.code)"}
 
 
-def made() -> Iterator[tuple[str, str, str | None]]:
+def made():
     """Every place that makes a refusal: what makes it, where, and the code it gives, or None."""
     for path in sorted((ROOT / "kvpatch").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -137,7 +136,7 @@ def test_a_rule_has_no_private_words(rule):
     assert rule.kind and rule.why and rule.remedy
 
 
-def sentences() -> Iterator[tuple[str, str]]:
+def sentences():
     """Every sentence that is written out where a refusal is made."""
     for path in sorted((ROOT / "kvpatch").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):

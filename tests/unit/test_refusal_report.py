@@ -180,7 +180,7 @@ def end(python, tmp_path):
     folder = tmp_path / "temporary"
     folder.mkdir()
 
-    def end(refuses: bool, end: str, method: str = "spawn"):
+    def end(refuses, end, method="spawn"):
         code = ENGINE.format(refuses=refuses, end=end, method=method)
         done = python(code, TMPDIR=str(folder))
         assert list(folder.glob("kvpatch-*")) == []

@@ -1,11 +1,10 @@
 """The bytes that an offloading connector copies, on tensors of plain Python."""
 
-import sys
 from dataclasses import dataclass
-from types import ModuleType, SimpleNamespace
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
+from fakes import module
 
 from kvpatch import state
 from kvpatch.patches.elastic_memory.regions import find_regions
@@ -26,22 +25,22 @@ class Memory:
     storage: int = 0
 
     @property
-    def ndim(self) -> int:
+    def ndim(self):
         return len(self.shape)
 
-    def data_ptr(self) -> int:
+    def data_ptr(self):
         return self.address
 
-    def stride(self) -> tuple[int, ...]:
+    def stride(self):
         return self.strides
 
-    def view(self, dtype: str) -> "Memory":
+    def view(self, dtype):
         return Memory(self.address, self.shape, self.strides, dtype)
 
-    def untyped_storage(self) -> Any:
+    def untyped_storage(self):
         return SimpleNamespace(data_ptr=lambda: self.storage)
 
-    def __getitem__(self, key: Any) -> "Memory":
+    def __getitem__(self, key):
         if isinstance(key, slice):
             rows = min(key.stop, self.shape[0])
             return Memory(self.address, (rows, *self.shape[1:]), self.strides)
@@ -52,27 +51,25 @@ class Memory:
         return Memory(self.address + half * between, (rows, width), (step, one))
 
 
-def pool(address: int, width: int = 64, rows: int = 12) -> Memory:
+def pool(address, width=64, rows=12):
     return Memory(address, (rows, width), (width, 1))
 
 
-def split(address: int, width: int = 64, rows: int = 12) -> Memory:
+def split(address, width=64, rows=12):
     """K and V of a block in the two halves of a pool."""
     return Memory(address, (rows, 2, width), (width, rows * width, 1))
 
 
-def region(address: int, width: int = 64, stride: int | None = None) -> Memory:
+def region(address, width=64, stride=None):
     return Memory(address, (8, width), (stride or width, 1), "int8")
 
 
 @pytest.fixture(autouse=True)
 def torch(monkeypatch):
-    module = ModuleType("torch")
-    module.int8 = "int8"
-    monkeypatch.setitem(sys.modules, "torch", module)
+    module(monkeypatch, "torch", int8="int8")
 
 
-def find(groups: list[list[str]], **views: Memory) -> Any:
+def find(groups, **views):
     caches = {name: SimpleNamespace(_kvcached_block_copy_view=view) for name, view in views.items()}
     return find_regions(caches, groups, num_blocks=8)
 
@@ -134,11 +131,11 @@ def vllms_classes(monkeypatch):
     monkeypatch.setattr(vllm_api, "find", lambda name: lambda **fields: {name: fields})
 
 
-def spec(kind: str = "FullAttentionSpec") -> Any:
+def spec(kind="FullAttentionSpec"):
     return type(kind, (), {})()
 
 
-def worker(size: int, kind: str = "FullAttentionSpec") -> Any:
+def worker(size, kind="FullAttentionSpec"):
     groups = [
         SimpleNamespace(kv_cache_spec=spec(), layer_names=["a", "b"]),
         SimpleNamespace(kv_cache_spec=spec(kind), layer_names=["c"]),
@@ -158,11 +155,11 @@ CACHES = {
 }
 
 
-def reference(index: int, size: int) -> Any:
+def reference(index, size):
     return {"CanonicalKVCacheRef": {"tensor_idx": index, "page_size_bytes": size}}
 
 
-def tensor(one: Memory) -> Any:
+def tensor(one):
     return {"CanonicalKVCacheTensor": {"tensor": one, "page_size_bytes": one.shape[1]}}
 
 
@@ -192,7 +189,7 @@ def test_nothing_is_registered_that_does_not_fit(one, code):
     assert one.given == []
 
 
-def derived(*sizes: int) -> Any:
+def derived(*sizes):
     return SimpleNamespace(
         tensors=[
             SimpleNamespace(tensor=region(0x1000 * n, size), page_size_bytes=size)

@@ -13,16 +13,16 @@ from kvpatch.status import Record
 from kvpatch.versions import Facts, Installed, Span
 
 
-def plan(*specs: object) -> SimpleNamespace:
+def plan(*specs):
     groups = [SimpleNamespace(kv_cache_spec=spec) for spec in specs]
     return SimpleNamespace(kv_cache_groups=groups)
 
 
-def spec(kind: str, **fields: object) -> object:
+def spec(kind, **fields):
     return type(kind, (SimpleNamespace,), {})(**fields)
 
 
-def mamba(layers: str, mode: str) -> object:
+def mamba(layers, mode):
     return spec("MambaSpec", mamba_type=SimpleNamespace(name=layers), mamba_cache_mode=mode)
 
 
@@ -77,7 +77,7 @@ def release(monkeypatch):
     """Say which vLLM runs, where fp8 was compared from 0.28 on."""
     monkeypatch.setattr(regions.supported, "FP8", Span("0.28"))
 
-    def release(version: str | None) -> None:
+    def release(version):
         kvcached = Installed.release("kvcached", "0.1.6")
         facts = version and Facts(Installed.release("vllm", version), kvcached, {})
         monkeypatch.setattr(regions, "record", Record(facts=facts or None))

@@ -2,10 +2,8 @@
 
 import ast
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -23,14 +21,14 @@ class Left(BaseException):
 
 @pytest.fixture
 def ended(monkeypatch):
-    def leave(code: int) -> None:
+    def leave(code):
         raise Left(code)
 
     monkeypatch.setattr(os, "_exit", leave)
 
 
 def test_a_row_that_is_in_force_is_taken_out(monkeypatch):
-    taken: list[str] = []
+    taken = []
     revert = SimpleNamespace(revert=lambda row: not taken.append(row))
     monkeypatch.setattr(activation, "transaction", revert)
     reverted.revert(["a", "b"])
@@ -56,7 +54,7 @@ def test_so_does_one_that_another_package_has_patched_over(ended, monkeypatch, c
 
 
 def test_no_test_gets_to_see_how_such_an_engine_ended(tmp_path, monkeypatch):
-    def start(module: str, arguments: Any, environment: Any, python: str, output: Any) -> Any:
+    def start(module, arguments, environment, python, output):
         output.write("driver: a is not in force, and cannot be taken out\nmore\n")
         return SimpleNamespace(wait=lambda timeout: NOT_IN_FORCE)
 
@@ -71,11 +69,11 @@ def test_an_engine_that_ends_otherwise_has_ended(code):
     reverted.check(code, "driver: ready\n")
 
 
-def taken_out() -> Iterator[tuple[str, str]]:
+def taken_out():
     """Every row that is named where a test takes rows out of an engine."""
     for path in sorted(TESTS.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
-            given: list[ast.AST] = []
+            given = []
             if isinstance(node, ast.keyword) and node.arg == "revert":
                 given = [node.value]
             if isinstance(node, ast.Dict):

@@ -7,9 +7,8 @@ import re
 import shutil
 import sys
 import traceback
-from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 from packaging.version import Version
@@ -31,11 +30,11 @@ PATCHES = [
 ]
 
 
-def each(cases: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[[], None]]:
+def each(cases):
     """Ask a test of every case, as one test: two thousand cost more than what they ask."""
 
-    def over(test: Callable[..., None]) -> Callable[[], None]:
-        def every() -> None:
+    def over(test):
+        def every():
             failed = []
             for case in cases:
                 try:
@@ -50,16 +49,16 @@ def each(cases: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[[], N
     return over
 
 
-def seams(feature: Feature) -> list[Seam]:
+def seams(feature):
     return [one if isinstance(one, Seam) else Seam((one,)) for one in feature.seams]
 
 
-def releases(feature: Feature) -> list[str]:
+def releases(feature):
     """The inspected releases that a feature is for, oldest first."""
     return [release for release in supported.RELEASES if Version(release) in feature.span]
 
 
-def holes(feature: Feature) -> list[str]:
+def holes(feature):
     """The releases on which a seam of ``feature`` has no part, or several."""
     return [
         release
@@ -68,7 +67,7 @@ def holes(feature: Feature) -> list[str]:
     ]
 
 
-def start(feature: Feature, release: str) -> gate.Verdict:
+def start(feature, release):
     """What start-up decides on a release that is validated, or named by the operator."""
     installed = Installed.release("vllm", release)
     recorded = shapes.releases("vllm")[str(supported.release_of(installed))]
@@ -102,7 +101,7 @@ class Part(NamedTuple):
     part: int
     covers: list[str]
 
-    def but(self, **range_: str | None) -> Feature:
+    def but(self, **range_):
         """The feature with another range of this part."""
         every = seams(self.feature)
         parts = list(every[self.seam].parts)
@@ -111,7 +110,7 @@ class Part(NamedTuple):
         return self.feature._replace(seams=tuple(every))
 
 
-def every_part() -> list[pytest.param]:
+def every_part():
     found = []
     for feature in patches.FEATURES:
         for number, one in enumerate(seams(feature)):
@@ -122,13 +121,13 @@ def every_part() -> list[pytest.param]:
     return found
 
 
-def after(release: str) -> str:
+def after(release):
     """The next inspected release; after the newest one, a release that nobody has seen."""
     known = [*supported.RELEASES, "99"]
     return known[known.index(release) + 1]
 
 
-def refused(feature: Feature, release: str) -> None:
+def refused(feature, release):
     """Whatever starts on the release is refused, with the code of a hole."""
     verdict = start(feature, release)
     if feature.optional and not supported.is_validated(Installed.release("vllm", release)):
@@ -265,12 +264,12 @@ def test_a_release_where_nothing_moved_is_one_line(run, tmp_path):
     assert differing == [copied / "supported.py"]
 
 
-def home(module: str) -> Path:
+def home(module):
     path = ROOT / module.replace(".", "/")
     return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
 
-def parameters(reference: str) -> list[str]:
+def parameters(reference):
     """The parameter names of the function ``module:name``, without importing it."""
     module, _, name = reference.partition(":")
     (function,) = (
@@ -306,7 +305,7 @@ def test_the_wrapper_exists_and_takes_what_it_is_given(feature, patch):
         assert len(taken) == 1
 
 
-def homes() -> dict[str, str]:
+def homes():
     """By feature the package or module of ``kvpatch.patches`` that its rows are in."""
     found = {}
     for path in sorted((PACKAGE / "patches").iterdir()):
@@ -377,7 +376,7 @@ def test_no_gap_is_left_to_do():
     assert [why for why in gaps if "TODO" in why] == []
 
 
-def replaced_functions() -> list[Any]:
+def replaced_functions():
     """Each row that puts a function in a function's place, with each release that it is for."""
     return [
         pytest.param(patch, release, id=f"{patch.id}-{release}")

@@ -3,7 +3,6 @@
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from fakes import raising
@@ -36,18 +35,12 @@ ERRORS = Path(__file__).parents[2] / "docs/errors.md"
 RULES = rules.of(feature.rules for feature in patches.FEATURES)
 
 
-def words(span: Span) -> str:
+def words(span):
     """The validated releases of a span, as a sentence has them."""
     return in_ranges(validated(span))
 
 
-def facts(
-    vllm: str = "0.28.0",
-    device: str = "cuda",
-    contiguous: bool = True,
-    environment: dict[str, str] | None = None,
-    memory: HostMemory | None = None,
-) -> Facts:
+def facts(vllm="0.28.0", device="cuda", contiguous=True, environment=None, memory=None):
     """A machine with a release of vLLM."""
     return Facts(
         Installed.release("vllm", vllm),
@@ -59,12 +52,12 @@ def facts(
     )
 
 
-def check(made: Any, here: Facts | None = None, **more: Any) -> Refusal | None:
+def check(made, here=None, **more):
     """The refusal of a configuration, on the machine that it names."""
     return rules.check(made, here or facts(**made.machine), RULES, **more)
 
 
-def config(connector: bool = True, **changes: Any) -> SimpleNamespace:
+def config(connector=True, **changes):
     """A configuration that passes; ``changes`` are dotted names with ``__`` for the dot."""
     transfer = SimpleNamespace(
         kv_connector="OffloadingConnector",
@@ -113,40 +106,40 @@ def config(connector: bool = True, **changes: Any) -> SimpleNamespace:
     return made
 
 
-def spec(name: str, module: str | None = None) -> dict[str, Any]:
+def spec(name, module=None):
     return chunks(spec_name=name, **({"spec_module_path": module} if module else {}))
 
 
-def simple(**extra: Any) -> dict[str, Any]:
+def simple(**extra):
     connector = {"kv_transfer_config__kv_connector": "SimpleCPUOffloadConnector"}
     return connector | chunks(**extra)
 
 
-def chunks(**extra: Any) -> dict[str, Any]:
+def chunks(**extra):
     return {"kv_transfer_config__kv_connector_extra_config": extra}
 
 
-def extra_of(changes: dict[str, Any]) -> Any:
+def extra_of(changes):
     return changes["kv_transfer_config__kv_connector_extra_config"]
 
 
-def tiers(*types: str) -> dict[str, Any]:
+def tiers(*types):
     return chunks(
         spec_name="TieringOffloadingSpec", secondary_tiers=[{"type": name} for name in types]
     )
 
 
-def multi(*inside: str, **more: Any) -> dict[str, Any]:
+def multi(*inside, **more):
     return of_connectors([{"kv_connector": name, "kv_role": "kv_both"} | more for name in inside])
 
 
-def of_connectors(inside: Any) -> dict[str, Any]:
+def of_connectors(inside):
     """A MultiConnector."""
     connector = {"kv_transfer_config__kv_connector": "MultiConnector"}
     return connector | chunks(connectors=inside)
 
 
-def v2(release: str) -> dict[str, Any]:
+def v2(release):
     """A release, on Model Runner V2."""
     return {"machine__vllm": release, "use_v2_model_runner": True}
 
@@ -155,7 +148,7 @@ V2_OF_29, V2_OF_30, V2_OF_32 = v2("0.29.0"), v2("0.30.0"), v2("0.32.0")
 V2_OF_33, V2_OF_34 = v2("0.33.0"), v2("0.34.0")
 
 
-def ranks(tensor: int, stages: int = 1, world: int = 0) -> dict[str, Any]:
+def ranks(tensor, stages=1, world=0):
     """Tensor parallelism, in stages; of ``world`` ranks, where that is not their product."""
     return {
         "parallel_config__world_size": world or tensor * stages,
@@ -164,7 +157,7 @@ def ranks(tensor: int, stages: int = 1, world: int = 0) -> dict[str, Any]:
     }
 
 
-def engines(count: int) -> dict[str, Any]:
+def engines(count):
     """Engines of one server, on this machine."""
     return {
         "parallel_config__data_parallel_size": count,
@@ -191,20 +184,20 @@ GIB = 1 << 30
 ROOMY = HostMemory(100 * GIB, 100 * GIB, 100 * GIB, 0)
 
 
-def tier(size: float, **free: int | None) -> dict[str, Any]:
+def tier(size, **free):
     """A CPU tier of ``size`` GiB, on a host whose memory is free but for ``free`` GiB."""
     given = {name: left and left * GIB for name, left in free.items()}
     return chunks(cpu_bytes_to_use=size * GIB) | {"machine__memory": ROOMY._replace(**given)}
 
 
-def pooled(size: str = "64GiB", floor: str = "", **machine: Any) -> dict[str, Any]:
+def pooled(size="64GiB", floor="", **machine):
     """A machine with a host pool."""
     given = {"machine__vllm": "0.28.0", "machine__device": "cpu"} | machine
     kept = {HOST_POOL_FLOOR.name: floor} if floor else {}
     return given | {"machine__environment": {HOST_POOL.name: f"{size}@rules"} | kept}
 
 
-def of_environment(**variables: str) -> dict[str, Any]:
+def of_environment(**variables):
     return {"machine__environment": variables}
 
 
@@ -220,10 +213,10 @@ IDLE_30S = of_environment(**{IDLE.name: "30s"})
 
 # By its code: what the sentence of a rule says of the configurations that it refuses; why and what
 # to do then is in docs/errors.md.
-CASES: dict[str, tuple[str, tuple[dict[str, Any], ...]]] = {}
+CASES = {}
 
 
-def case(code: str, what: str, *changes: dict[str, Any]) -> None:
+def case(code, what, *changes):
     CASES[code] = what, changes
 
 
@@ -662,13 +655,13 @@ EACH = [
 
 
 @cache
-def documented() -> dict[str, tuple[str, str]]:
+def documented():
     """By the code of a rule, why it refuses and what to do, as docs/errors.md has them."""
     rows = (line.split(" | ") for line in ERRORS.read_text().splitlines() if " | " in line)
     return {row[0].strip("|` "): (row[2], row[4].removesuffix(" |")) for row in rows}
 
 
-def sentence_of(code: str, vllm: str = "") -> str:
+def sentence_of(code, vllm=""):
     """The sentence of a rule on a release, which it names; what can be verified ends with how."""
     why, remedy = documented()[code]
     verify = VERIFY_IT if code in VERIFIABLE else ""
@@ -801,7 +794,7 @@ def test_a_pool_takes_no_more_than_it_has_and_needs_no_more_than_the_tier(monkey
     assert check(config(**pooled() | tier(64, shm=64))) is None
 
 
-def fewer(*values: Any) -> Any:
+def fewer(*values):
     """A reader that finds another value each time: somebody takes memory meanwhile."""
     left = list(values)
     return lambda *_: left.pop(0) if len(left) > 1 else left[0]
@@ -989,7 +982,7 @@ def test_fp8_and_several_ranks_are_a_pair(monkeypatch):
     assert refusal.what == "an fp8 KV cache and tensor parallelism are configured together"
 
 
-def on(release: str) -> dict[str, Any]:
+def on(release):
     """A release, and the runner that kvpatch supports there."""
     return {"machine__vllm": release, "use_v2_model_runner": release in ("0.32.0",)}
 
@@ -1250,7 +1243,7 @@ def test_a_refused_configuration_is_not_warned_of(warned):
     assert warned.records == []
 
 
-def rule(**fields: Any) -> Rule:
+def rule(**fields):
     """A rule that refuses every configuration."""
     given = {"applies": lambda config, facts: True} | fields
     return Rule(code="KVP302", kind="all", what="it is", why="so", remedy="do this", **given)
@@ -1283,7 +1276,7 @@ def test_the_releases_of_a_rule(fields, release, refused):
 
 
 def test_a_rule_that_does_not_apply_is_not_asked_for_its_subject():
-    def what(config: Any, facts: Facts) -> str:
+    def what(config, facts):
         raise AssertionError("asked")
 
     one = Rule("KVP302", "none", lambda config, facts: False, what, "so", "do this")
@@ -1308,7 +1301,7 @@ def test_the_rules_of_features_are_loaded_in_their_order():
 @pytest.fixture
 def process(monkeypatch):
     """A process that passed the gates on vLLM 0.28.0, and what it announced."""
-    announced: list[str] = []
+    announced = []
     record = Record(facts=facts(), rules=[f.rules for f in patches.FEATURES if f.rules])
     monkeypatch.setattr(configuration, "record", record)
     monkeypatch.setattr(lifting, "record", record)

@@ -1,7 +1,6 @@
 """Rules, for one of several connectors, the other value of a boundary, and the next release."""
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from test_rules import (
@@ -38,31 +37,31 @@ from kvpatch.rules import Rule
 OFFLOADING, SIMPLE = "OffloadingConnector", "SimpleCPUOffloadConnector"
 
 
-def code(**changes: Any) -> str | None:
+def code(**changes):
     refused = check(config(**changes))
     return None if refused is None else refused.code
 
 
-def inside(name: str, **extra: Any) -> dict[str, Any]:
+def inside(name, **extra):
     """A connector in a MultiConnector."""
     return {"kv_connector": name, "kv_connector_extra_config": extra}
 
 
-def together(offloading: dict[str, Any], simple: dict[str, Any]) -> dict[str, Any]:
+def together(offloading, simple):
     """Both connectors in a MultiConnector, with an extra config each."""
     return of_connectors([inside(OFFLOADING, **offloading), inside(SIMPLE, **simple)])
 
 
-def the_rule(code: str) -> Rule:
+def the_rule(code):
     (found,) = (rule for rule in RULES if rule.code == code)
     return found
 
 
-def scheduler(given: Any) -> dict[str, Any]:
+def scheduler(given):
     return {"scheduler_config__scheduler_cls": given}
 
 
-def of_module(module: str) -> dict[str, Any]:
+def of_module(module):
     return scheduler(type("Scheduler", (), {"__module__": module}))
 
 
@@ -77,7 +76,7 @@ OF_22 = {"machine__vllm": "0.22.1"}
 OLD = {"machine__vllm": "0.19.1"} | WINDOWS
 NO_WINDOWS = {"model_config__get_sliding_window": lambda: None}
 OBJECTS, FILES = extra_of(tiers("obj")), extra_of(tiers("fs"))
-EDGES: list[tuple[dict[str, Any], str | None]] = [
+EDGES = [
     # A class of one's own under a validated name is another connector.
     ({"kv_transfer_config__kv_connector": OFFLOADING} | MINE, "KVP302"),
     ({"kv_transfer_config__kv_connector": SIMPLE} | MINE, "KVP302"),
@@ -244,7 +243,7 @@ def test_hybrid_models_where_a_configuration_does_not_name_the_runner():
     assert rule.refusal(made, facts(vllm="0.21.0")) is None
 
 
-def rule(applies: bool = True, **fields: Any) -> Rule:
+def rule(applies=True, **fields):
     return Rule("KVP302", "k", lambda made, here: applies, "what", "why", "remedy", **fields)
 
 
@@ -277,7 +276,7 @@ def test_the_first_rule_that_is_broken_is_reported():
 
 
 def test_every_warning_about_a_configuration_is_logged(monkeypatch):
-    said: list[str] = []
+    said = []
     monkeypatch.setattr(rules.log, "warning", lambda text, *values: said.append(text % values))
     one = rule(applies=False, warns=lambda made, here: "it will swap")
     none = rule(applies=False, warns=lambda made, here: "")
@@ -351,7 +350,7 @@ def test_experts_over_ranks_start_where_they_ran(monkeypatch, apart, name):
         assert code(**made | dense_layers) != "KVP389"
 
 
-def _breaks(made: SimpleNamespace, code: str) -> bool:
+def _breaks(made, code):
     found = rules.refusals(made, facts(**made.machine), RULES)
     return code in {one.code for one in found}
 

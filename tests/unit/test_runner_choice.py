@@ -4,15 +4,14 @@ import importlib
 import logging
 import multiprocessing
 import sys
-from types import ModuleType, SimpleNamespace
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 import wrapt
+from fakes import module
 from packaging.version import Version
 
 from kvpatch import patches, rules, supported
-from kvpatch.patch import Patch
 from kvpatch.patches.kvcached_adapters import runner_choice
 from kvpatch.patches.kvcached_adapters.rules import RULES
 from kvpatch.versions import Facts, Installed
@@ -30,14 +29,14 @@ class Config:
     kv_transfer_config = None
     cache_config = SimpleNamespace()
 
-    def __init__(self, *architectures: str, asked: bool | None = None, diffusion: bool = False):
+    def __init__(self, *architectures, asked=None, diffusion=False):
         self.asked = asked
         self.model_config = SimpleNamespace(
             architectures=list(architectures), is_diffusion=diffusion, is_hybrid=False
         )
 
     @property
-    def use_v2_model_runner(self) -> bool:
+    def use_v2_model_runner(self):
         if self.asked is not None:
             return self.asked
         if self.model_config.is_diffusion:
@@ -46,11 +45,11 @@ class Config:
             return False
         return bool(sys.modules["vllm.triton_utils"].HAS_TRITON)
 
-    def _is_default_v2_model_runner_model(self) -> bool:
+    def _is_default_v2_model_runner_model(self):
         return "MixtralForCausalLM" not in self.model_config.architectures
 
 
-def rows(release: str) -> list[Patch]:
+def rows(release):
     return [
         row
         for feature in patches.FEATURES
@@ -63,12 +62,8 @@ def rows(release: str) -> list[Patch]:
 @pytest.fixture
 def gpu(monkeypatch):
     """vLLM as on a GPU: Triton is there."""
-    triton = ModuleType("vllm.triton_utils")
-    triton.HAS_TRITON = True
-    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
-    monkeypatch.setitem(sys.modules, "vllm.triton_utils", triton)
     monkeypatch.setattr(runner_choice, "_said_by", 0)
-    return triton
+    return module(monkeypatch, "vllm.triton_utils", HAS_TRITON=True)
 
 
 @pytest.fixture
@@ -76,14 +71,14 @@ def patched(gpu, monkeypatch):
     apply(monkeypatch, "0.26.0")
 
 
-def apply(monkeypatch: pytest.MonkeyPatch, release: str) -> None:
+def apply(monkeypatch, release):
     for row in rows(release):
         name = row.target.rpartition(".")[2]
         wrapper = getattr(runner_choice, row.wrapper.partition(":")[2])
         monkeypatch.setattr(Config, name, wrapt.FunctionWrapper(vars(Config)[name], wrapper))
 
 
-def refused(made: Any, release: str = "0.26.0", environment: dict[str, str] | None = None) -> str:
+def refused(made, release="0.26.0", environment=None):
     facts = Facts(
         Installed.release("vllm", release),
         Installed.release("kvcached", "0.1.6"),

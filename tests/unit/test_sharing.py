@@ -1,7 +1,5 @@
 """What is below the patches of a release, and the releases that share runs because of it."""
 
-from collections.abc import Callable
-
 import pytest
 from packaging.version import Version
 
@@ -40,14 +38,12 @@ class Pool:
 }
 TARGET = "vllm.v1.core.pool:Pool.take"
 
-Tree = Callable[..., Sources]
-
 
 @pytest.fixture
 def tree(tmp_path):
     """Unpacked sources, in which one text is another."""
 
-    def tree(path: str = "", old: str = "", new: str = "") -> Sources:
+    def tree(path="", old="", new=""):
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
         for name, text in SOURCES.items():
             file = folder / name
@@ -119,7 +115,7 @@ def test_a_function_does_not_depend_on_the_order_in_which_it_is_found(tree):
 def known(monkeypatch):
     """Three releases next to each other with the same below, unless a test says another."""
 
-    def known(**changes: dict[str, object]) -> None:
+    def known(**changes):
         monkeypatch.setattr(patches, "FEATURES", (patches.fence.FEATURE,))
         made = {
             release: sharing.Below(release, 7, "same", sharing.targets_digest(release))

@@ -1,7 +1,6 @@
 """The order in which lazy mode sees kvcached's blocks, on a pool of plain Python."""
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -12,28 +11,28 @@ from kvpatch.refusal import Refusal
 class Tier:
     """vLLM's pool of CPU blocks, as far as it is read: which hashes it has."""
 
-    def __init__(self, room: int = 100) -> None:
-        self.blocks: list[Any] = []
-        self.has: list[str] = []  # the newest last
+    def __init__(self, room=100):
+        self.blocks = []
+        self.has = []  # the newest last
         self.room = room
         self.cached_block_hash_to_block = self
 
-    def get_one_block(self, block_hash: str) -> str | None:
+    def get_one_block(self, block_hash):
         return block_hash if block_hash in self.has else None
 
-    def get_num_free_blocks(self) -> int:
+    def get_num_free_blocks(self):
         return self.room
 
 
 class Pool:
     """kvcached's pool: blocks 1.. are cached and evictable, the least recently used first."""
 
-    def __init__(self, cached: int, free: int = 0, cap: int = -1) -> None:
+    def __init__(self, cached, free=0, cap=-1):
         self.blocks = [
             SimpleNamespace(block_id=i, block_hash=f"h{i}", ref_cnt=0, is_null=False)
             for i in range(cached + 1)
         ]
-        self._evictable_blocks: Any = {i: self.blocks[i] for i in range(1, cached + 1)}
+        self._evictable_blocks = {i: self.blocks[i] for i in range(1, cached + 1)}
         self.kv_cache_manager = SimpleNamespace(
             available_size=lambda: free,
             block_mem_size=1,
@@ -42,22 +41,22 @@ class Pool:
             get_page_occupancy=lambda pages: {page: 0 if page == 0 else 2 for page in pages},
         )
         self.max_cached_blocks = cap
-        self.victims: list[int] = []
+        self.victims = []
 
-    def by_page(self, block_ids: list[int], size: int) -> dict[int, list[int]]:
+    def by_page(self, block_ids, size):
         """The victims are all that is in a page, the others are in one each."""
         page = [block_id for block_id in block_ids if block_id in self.victims]
         others = {block_id: [block_id] for block_id in block_ids if block_id not in self.victims}
         return ({0: page} if page else {}) | others
 
-    def evict_blocks(self, block_ids: set[int]) -> None:
+    def evict_blocks(self, block_ids):
         for block_id in block_ids:
             self._evictable_blocks.pop(block_id)
 
-    def touch(self, block_id: int) -> None:
+    def touch(self, block_id):
         self._evictable_blocks.pop(block_id, None)
 
-    def free(self, block_id: int) -> None:
+    def free(self, block_id):
         self._evictable_blocks[block_id] = self.blocks[block_id]
 
 
@@ -68,21 +67,21 @@ class Planner:
     cp_world_size = 1
     vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=64))
 
-    def __init__(self, pool: Pool, tier: Tier) -> None:
+    def __init__(self, pool, tier):
         self.cpu_block_pool = tier
         self.cpu_kv_cache_config = SimpleNamespace(
             kv_cache_groups=[SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=16))]
         )
         self._target_free = 4
-        self._store_event_to_blocks: dict[int, Any] = {}
+        self._store_event_to_blocks = {}
         self.pool = self._gpu_block_pool = pool
         eviction.around_bind(lambda pool: None, self, (pool,), {})
         self.order = eviction.order_of(self)
 
-    def walk(self) -> list[int]:
+    def walk(self):
         return list(eviction.around_lazy_stores(self._walk, self, (), {}))
 
-    def _walk(self) -> list[int]:
+    def _walk(self):
         taken = []
         for covered, block in enumerate(self.pool.free_block_queue.iter_blocks_after(None)):
             if covered >= self._target_free or len(taken) >= self.cpu_block_pool.room:
@@ -102,11 +101,11 @@ class Planner:
             )
         return [block.block_id for block in taken]
 
-    def copies_end(self) -> None:
+    def copies_end(self):
         for event in list(self._store_event_to_blocks):
             transfer = self._store_event_to_blocks.pop(event)
 
-            def stored(gpu_block_ids: list[int]) -> None:
+            def stored(gpu_block_ids):
                 for block_id in gpu_block_ids:
                     self.cpu_block_pool.has.append(self.pool.blocks[block_id].block_hash)
                     self.pool.free(block_id)
@@ -114,7 +113,7 @@ class Planner:
             eviction.around_stored(stored, self, (transfer.gpu_block_ids,), {})
 
 
-def planner(cached: int, free: int = 0, cap: int = -1, room: int = 100) -> Planner:
+def planner(cached, free=0, cap=-1, room=100):
     return Planner(Pool(cached, free, cap), Tier(room))
 
 
@@ -142,7 +141,7 @@ def test_kvcached_does_not_evict_in_the_call_that_frees():
     assert lazy.pool.max_cached_blocks == 2
 
 
-def match(lazy: Planner, tokens: int, hit: int = 0) -> Any:
+def match(lazy, tokens, hit=0):
     request = SimpleNamespace(num_tokens=tokens)
     return eviction.around_match(lambda request, computed: (hit, hit > 0), lazy, (request, 0), {})
 

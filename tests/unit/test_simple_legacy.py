@@ -1,10 +1,9 @@
 """SimpleCPUOffloadConnector before 0.26, presented in the terms of later releases."""
 
-import sys
-from types import ModuleType, SimpleNamespace
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
+from fakes import module
 from test_simple_eviction import Planner, Pool, Tier
 
 from kvpatch.patches.simple_offload import eviction, fixes, legacy
@@ -13,15 +12,15 @@ from kvpatch.patches.simple_offload import eviction, fixes, legacy
 class LinkedPlanner(Planner):
     """Lazy mode up to 0.25, which follows links and remembers where it stopped."""
 
-    _cursor: Any = None
+    _cursor = None
 
-    def __init__(self, pool: Any, tier: Tier) -> None:
+    def __init__(self, pool, tier):
         pool.kv_block_pool = pool.blocks
         super().__init__(pool, tier)
         legacy.around_bind(lambda pool: None, self, (pool,), {})
         self.order = eviction.order_of(self)
 
-    def _walk(self) -> list[int]:
+    def _walk(self):
         queue = self.pool.free_block_queue
         node = (self._cursor or queue.fake_free_list_head).next_free_block
         taken = []
@@ -47,7 +46,7 @@ class LinkedPlanner(Planner):
         return taken
 
 
-def planner(cached: int, free: int = 0, cap: int = -1, room: int = 100) -> LinkedPlanner:
+def planner(cached, free=0, cap=-1, room=100):
     return LinkedPlanner(Pool(cached, free, cap), Tier(room))
 
 
@@ -127,26 +126,23 @@ def test_an_engine_without_this_connector_steps_as_it_did(connector):
 class Backend:
     """vLLM's ``DmaCopyBackend`` of 0.22, as far as it is used; it notes what happens."""
 
-    def __init__(self) -> None:
-        self.done: list[Any] = []
+    def __init__(self):
+        self.done = []
 
-    def init(self, gpu: Any, cpu: Any, device: Any, load_stream: Any, store_stream: Any) -> None:
+    def init(self, gpu, cpu, device, load_stream, store_stream):
         self._store_params = SimpleNamespace(attrs=SimpleNamespace(srcAccessOrder=3))
         self._load_params = SimpleNamespace(attrs=SimpleNamespace(srcAccessOrder=3))
         self._load_stream, self._store_stream = load_stream, store_stream
 
-    def launch_copy(
-        self, src_blocks: Any, dst_blocks: Any, is_store: bool, event_idx: int, events_list: Any
-    ) -> None:
+    def launch_copy(self, src_blocks, dst_blocks, is_store, event_idx, events_list):
         self.done.append((src_blocks, dst_blocks, is_store, event_idx, events_list))
 
 
 @pytest.fixture
 def computing(monkeypatch):
     """The worker's module, whose torch has a stream that computes."""
-    worker = ModuleType("vllm.v1.simple_kv_offload.worker")
-    worker.torch = SimpleNamespace(cuda=SimpleNamespace(current_stream=lambda: "compute"))
-    monkeypatch.setitem(sys.modules, worker.__name__, worker)
+    torch = SimpleNamespace(cuda=SimpleNamespace(current_stream=lambda: "compute"))
+    module(monkeypatch, "vllm.v1.simple_kv_offload.worker", torch=torch)
 
 
 def test_copies_wait_for_the_computation(computing):
@@ -158,7 +154,7 @@ def test_copies_wait_for_the_computation(computing):
     backend.init({}, {}, "device", load, store)
     assert backend._store_params.attrs.srcAccessOrder == 1
     assert backend._load_params.attrs.srcAccessOrder == 3
-    events: list[Any] = []
+    events = []
     backend.launch_copy([1], [2], is_store=False, event_idx=0, events_list=events)
     backend.launch_copy([3], [4], is_store=True, event_idx=5, events_list=events)
     assert backend.done == [
@@ -173,14 +169,14 @@ def test_copies_wait_for_the_computation(computing):
     ("args", "kwargs"), [(([1], [2], False, 0), {}), (([1], [2]), {"is_store": False})]
 )
 def test_a_load_of_0_24_waits_for_the_computation(computing, args, kwargs):
-    done: list[Any] = []
+    done = []
     backend = SimpleNamespace(_load_stream=SimpleNamespace(wait_stream=done.append))
     legacy.around_load(lambda *args, **kwargs: done.append("queued"), backend, args, kwargs)
     assert done == ["compute", "queued"]
 
 
 def test_a_store_of_0_24_waits_for_its_event_alone():
-    done: list[Any] = []
+    done = []
     legacy.around_load(lambda *args: done.append("queued"), object(), ([1], [2], True, 0), {})
     assert done == ["queued"]
 
@@ -214,15 +210,15 @@ def test_what_is_being_stored_is_not_stored_again():
 class WithPins:
     """A connector's scheduler whose tier is emptied if nothing in it is pinned."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self._pending_cpu_hits = {"waits": ("blocks", 16), "too": ("others", 32)}
-        self.freed: list[Any] = []
+        self.freed = []
 
-    def _free_pending_cpu_hit(self, hit: Any) -> None:
+    def _free_pending_cpu_hit(self, hit):
         assert hit in self._pending_cpu_hits.values()
         self.freed.append(hit)
 
-    def reset(self) -> bool:
+    def reset(self):
         return len(self.freed) == 2 and not self._pending_cpu_hits
 
 

@@ -1,10 +1,9 @@
 """Completion of SimpleCPUOffloadConnector's copies, their counts, and the memory they touch."""
 
-import sys
-from types import ModuleType, SimpleNamespace
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
+from fakes import module
 from test_simple_refusals import APART, TOGETHER, Placed, Plan, plan_of  # noqa: F401
 
 from kvpatch import state
@@ -15,7 +14,7 @@ from kvpatch.telemetry.counters import Totals
 from kvpatch.upstream.connectors import SIMPLE
 
 
-def scheduler(stores: bool = False, above: int | None = None, **fields: Any) -> Any:
+def scheduler(stores=False, above=None, **fields):
     made = SimpleNamespace(**{"_reqs_to_load": {}, "has_pending_stores": lambda: stores, **fields})
     if above is not None:
         state.attach(made, Lazy(SimpleNamespace(above_cap=above)))
@@ -47,7 +46,7 @@ def test_the_side_of_the_workers_asks_for_no_steps():
 
 
 def test_at_the_end_queued_copies_are_launched_then_awaited_then_vllm_goes_on():
-    order: list[str] = []
+    order = []
     backend = SimpleNamespace(shutdown=lambda: order.append("launched"))
     worker = SimpleNamespace(_backend=backend, _flush_and_sync_all=lambda: order.append("awaited"))
     connector = SimpleNamespace(worker_handler=worker)
@@ -66,7 +65,7 @@ def test_without_copies_there_is_nothing_to_wait_for(worker):
     assert lifetime.around_shutdown(lambda: "done", connector, (), {}) == "done"
 
 
-def counted(tensors: list[Any], ranks: int = 1) -> Any:
+def counted(tensors, ranks=1):
     return SimpleNamespace(
         kv_cache_config=SimpleNamespace(kv_cache_tensors=tensors, num_blocks=4),
         vllm_config=SimpleNamespace(parallel_config=SimpleNamespace(world_size=ranks)),
@@ -105,16 +104,14 @@ def test_a_steps_store_and_load_are_counted(monkeypatch):
 
 
 class Region(SimpleNamespace):
-    def data_ptr(self) -> int:
+    def data_ptr(self):
         return self.address
 
 
 @pytest.fixture
 def found(monkeypatch):
     """Two regions of eight blocks; ``torch`` changes nothing."""
-    torch = ModuleType("torch")
-    torch.from_dlpack = lambda region: region
-    monkeypatch.setitem(sys.modules, "torch", torch)
+    module(monkeypatch, "torch", from_dlpack=lambda region: region)
     regions = [Region(address=64, shape=(8, 16)), Region(address=640, shape=(8, 32))]
     asked = []
 
@@ -126,11 +123,11 @@ def found(monkeypatch):
     return SimpleNamespace(regions=regions, asked=asked)
 
 
-def spec(kind: str) -> Any:
+def spec(kind):
     return type(kind, (), {})()
 
 
-def worker(kind: str = "FullAttentionSpec", capacity: int = 480, blocks: int = 10) -> Any:
+def worker(kind="FullAttentionSpec", capacity=480, blocks=10):
     groups = [
         SimpleNamespace(kv_cache_spec=spec("FullAttentionSpec"), layer_names=["a"]),
         SimpleNamespace(kv_cache_spec=spec(kind), layer_names=["b"]),

@@ -1,7 +1,6 @@
 """Lazy mode again, for what loses blocks: resets, several groups, full tiers, used blocks."""
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from test_simple_eviction import Planner, Pool, Tier, match, planner
@@ -120,7 +119,7 @@ def test_a_prompt_needs_its_blocks_in_every_group():
     pool, tier = Pool(cached=8, free=3), Tier()
 
     class TwoGroups(Planner):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__(pool, tier)
 
     one = TwoGroups()
@@ -188,7 +187,7 @@ def test_eager_mode_is_vllms_own(hit):
     assert eviction.order_of(eager) is None
     assert eviction.around_match(lambda *both: hit, eager, (object(), 0), {}) == hit
     assert eviction.around_lazy_stores(lambda *args: args, eager, (1,), {}) == (1,)
-    stored: list[Any] = []
+    stored = []
     eviction.around_stored(stored.append, eager, ([1, 2],), {})
     assert stored == [[1, 2]]
 
@@ -237,14 +236,14 @@ def test_blocks_of_every_store_in_flight_count():
 def test_up_to_0_22_there_is_no_parallel_context():
     class Older(Planner):
         @property
-        def cp_world_size(self) -> int:
+        def cp_world_size(self):
             raise AttributeError
 
     assert match(Older(Pool(cached=8, free=1), Tier()), tokens=17) == (None, False)
 
 
 def test_vllm_binds_its_pool_before_and_eager_mode_frees_as_it_does():
-    bound: list[Any] = []
+    bound = []
     eviction.around_bind(bound.append, SimpleNamespace(_lazy_mode=False), ("pool",), {})
     assert bound == ["pool"]
     pool = Pool(cached=1)

@@ -1,11 +1,11 @@
 """What SimpleCPUOffloadConnector's memory must be, by the sentence that refuses it."""
 
-import sys
 from contextlib import nullcontext
 from dataclasses import dataclass
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
+from fakes import module
 
 from kvpatch.patches.simple_offload import cpu_pool, registration
 from kvpatch.refusal import Refusal
@@ -41,14 +41,12 @@ def test_only_the_coordinator_of_cpu_blocks_is_left_native(fails):
 def plan_of(monkeypatch):
     """Let the scheduler plan for a number of CPU blocks."""
 
-    def plan(blocks: int) -> None:
-        module = ModuleType("vllm.v1.simple_kv_offload.manager")
-        module.SimpleCPUOffloadScheduler = SimpleNamespace(
+    def plan(blocks):
+        scheduler = SimpleNamespace(
             _derive_cpu_config=lambda config, capacity: SimpleNamespace(num_blocks=blocks)
         )
-        for name in ("vllm", "vllm.v1", "vllm.v1.simple_kv_offload"):
-            monkeypatch.setitem(sys.modules, name, ModuleType(name))
-        monkeypatch.setitem(sys.modules, module.__name__, module)
+        name = "vllm.v1.simple_kv_offload.manager"
+        module(monkeypatch, name, SimpleCPUOffloadScheduler=scheduler)
 
     return plan
 
@@ -68,9 +66,7 @@ def test_other_cpu_blocks_in_the_worker_than_in_the_scheduler(plan_of):
 
 def test_other_memory_than_the_regions(plan_of, monkeypatch):
     plan_of(1)
-    torch = ModuleType("torch")
-    torch.from_dlpack = lambda region: region
-    monkeypatch.setitem(sys.modules, "torch", torch)
+    module(monkeypatch, "torch", from_dlpack=lambda region: region)
     region = SimpleNamespace(data_ptr=lambda: 64, shape=(8, 16))
     found = SimpleNamespace(tensors=[region], block_bytes=16)
     monkeypatch.setattr(registration, "find_regions", lambda *arguments: found)

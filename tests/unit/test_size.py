@@ -10,7 +10,7 @@ import pytest
 
 from harness.engines.runs import BLOCK, TOKENS, Run, block_bytes
 from kvpatch import cli, model_shape
-from kvpatch.model_shape import Shape, Unknown
+from kvpatch.model_shape import Unknown
 
 SMALL = {
     "hidden_size": 256,
@@ -48,7 +48,7 @@ CONFIGS = {  # what transformers writes for the models of ``harness.models``
 }
 
 
-def shape(kind: str, **given) -> Shape:
+def shape(kind, **given):
     return model_shape.of(SMALL | CONFIGS[kind], **given)
 
 
@@ -131,7 +131,7 @@ def test_what_is_not_known_is_said(changes, said):
 
 @pytest.fixture
 def folder(tmp_path):
-    def folder(name: str, kind: str = "llama"):
+    def folder(name, kind="llama"):
         path = tmp_path / name
         path.mkdir()
         (path / "config.json").write_text(json.dumps(SMALL | CONFIGS[kind]))

@@ -3,10 +3,9 @@
 import logging
 from concurrent.futures import Future
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
-from suspend_world import PAGE, World, filled, worlds
+from suspend_world import PAGE, filled, worlds
 
 from kvpatch import state
 from kvpatch.patches.host_device import weights
@@ -25,18 +24,18 @@ class Sleeper:
         later: what vLLM's sleep returns, where it has to wait.
     """
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world):
         self.world = world
         self.model_executor = SimpleNamespace(is_sleeping=False)
-        self.resets: list[bool] = []
-        self.later: Future[None] | None = None
-        self.error: Exception | None = None
+        self.resets = []
+        self.later = None
+        self.error = None
         state.attach(self, world.suspension)
 
-    def sleep(self, *args: Any, **kwargs: Any) -> Any:
+    def sleep(self, *args, **kwargs):
         return asleep.around_sleep(self._sleep, self, args, kwargs)
 
-    def _sleep(self, level: int = 1, mode: str = "abort") -> Future[None] | None:
+    def _sleep(self, level=1, mode="abort"):
         if self.error is not None:
             raise self.error
         if self.later is None:
@@ -44,38 +43,36 @@ class Sleeper:
         self.model_executor.is_sleeping = True
         return self.later
 
-    def _reset_caches(self, *args: Any, **kwargs: Any) -> None:
-        def reset(reset_running_requests: bool = True, reset_connector: bool = True) -> None:
+    def _reset_caches(self, *args, **kwargs):
+        def reset(reset_running_requests=True, reset_connector=True):
             self.resets.append(reset_connector)
 
         asleep.around_reset(reset, self, args, kwargs)
 
-    def release(self) -> Any:
-        def release() -> None:
+    def release(self):
+        def release():
             self._reset_caches()
             self.model_executor.is_sleeping = True
 
         return asleep.around_release(release, self, (), {})
 
-    def wake_up(self, tags: list[str] | None = None) -> bool:
-        def wake(tags: list[str] | None = None) -> bool:
+    def wake_up(self, tags=None):
+        def wake(tags=None):
             self.model_executor.is_sleeping = tags == ["weights"]
             return not self.model_executor.is_sleeping
 
-        awake: bool = asleep.around_wake_up(wake, self, (tags,), {})
-        return awake
+        return asleep.around_wake_up(wake, self, (tags,), {})
 
-    def call(self, method: str) -> None:
-        def call(method: str) -> None:
+    def call(self, method):
+        def call(method):
             state.of(self, Calls).unanswered |= "weight" in method
 
         asleep.around_call(call, self, (method,), {})
 
-    def step(self) -> bool:
-        there: bool = asleep.after_engine_step(self.world.step, self, (), {})
-        return there
+    def step(self):
+        return asleep.after_engine_step(self.world.step, self, (), {})
 
-    def until_idle(self) -> None:
+    def until_idle(self):
         for _ in range(200):
             if not self.step():
                 return

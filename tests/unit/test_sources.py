@@ -5,7 +5,6 @@ import re
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,9 +16,9 @@ RELEASES = ("vllm-0.28.0", "kvcached-0.1.6", "vllm_ascend-0.23.0")
 PLANNER = "vllm/distributed/kv_transfer/kv_connector/v1/offloading/scheduler.py"
 
 
-def materialize(made: shapes.Signatures, folder: Path) -> None:
+def materialize(made, folder):
     """Write sources that have exactly the recorded targets."""
-    modules: dict[str, dict[str, list[str]]] = {}
+    modules = {}
     for target, said in made.targets.items():
         module, _, path = target.partition(":")
         if module.startswith(f"{made.package}.") and said is not None:
@@ -42,13 +41,13 @@ def materialize(made: shapes.Signatures, folder: Path) -> None:
         path.write_text("\n".join([*classes, *bare, ""]))
 
 
-def definition(name: str, said: str) -> str:
+def definition(name, said):
     return {"class": f"class {name}: pass", "value": f"{name} = 1"}.get(
         said, f"def {name}{said}: ..."
     )
 
 
-def is_class(line: str, owners: dict[str, list[str]]) -> bool:
+def is_class(line, owners):
     return line.startswith("class ") and line.split(":")[0].removeprefix("class ") in owners
 
 
@@ -56,7 +55,7 @@ def is_class(line: str, owners: dict[str, list[str]]) -> bool:
 def unpacked(tmp_path):
     """Unpacked releases: sources with the targets that are recorded of them."""
 
-    def unpacked(name: str) -> Source:
+    def unpacked(name):
         package, _, version = name.partition("-")
         folder = tmp_path / "cache/releases" / name
         if not folder.exists():
@@ -69,7 +68,7 @@ def unpacked(tmp_path):
     return unpacked
 
 
-def edit(source: Source, path: str, old: str, new: str) -> None:
+def edit(source, path, old, new):
     file = source.folder / path
     text = file.read_text()
     assert re.search(old, text)
@@ -99,7 +98,7 @@ def checkout(tmp_path):
 def matrix(run, checkout, tmp_path):
     """Run scripts/matrix of the copy on the unpacked releases."""
 
-    def matrix(*arguments: str) -> Any:
+    def matrix(*arguments):
         command = (sys.executable, checkout / "scripts/matrix", *arguments)
         return run(*command, PYTHONPATH=checkout, KVPATCH_CACHE=tmp_path / "cache")
 
@@ -122,7 +121,7 @@ def new_vllm(run, checkout, tmp_path, unpacked):
     """Run scripts/new-vllm on an unpacked copy of 0.28.0 under a later number."""
     source = unpacked("vllm-0.28.0")
 
-    def new_vllm(version: str) -> Any:
+    def new_vllm(version):
         shutil.copytree(source.folder, source.folder.with_name(f"vllm-{version}"))
         command = (sys.executable, checkout / "scripts/new-vllm", version, "--sources-only")
         return run(*command, PYTHONPATH=checkout, KVPATCH_CACHE=tmp_path / "cache")

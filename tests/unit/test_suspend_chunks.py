@@ -3,10 +3,9 @@
 import sys
 from collections import OrderedDict
 from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import pytest
-from suspend_world import Store, World, worlds
+from suspend_world import Store, worlds
 
 from kvpatch import state
 from kvpatch.patches.suspend import chunks as module
@@ -23,7 +22,7 @@ class Pairs(Store):
     blocks_per_chunk = 2
 
 
-def pool_of(*keys: bytes) -> Any:
+def pool_of(*keys):
     """A pool with a block for each key, none of them in use."""
     return SimpleNamespace(
         _block_id_to_key=dict(enumerate(keys, 1)),
@@ -32,11 +31,11 @@ def pool_of(*keys: bytes) -> Any:
     )
 
 
-def blocks_of(pool: Any) -> list[Cached]:
+def blocks_of(pool):
     return [Cached(key, block) for block, key in pool._block_id_to_key.items()]
 
 
-def spill_of(*keys: bytes, room: int = 10, known: tuple[bytes, ...] = (b"ab", b"cd")) -> Spill:
+def spill_of(*keys, room=10, known=(b"ab", b"cd")):
     """A spill of a pool whose chunks are known; ``b"ab"`` is that of a and b."""
     spill = Spill(Pairs(room), pool_of(*keys))
     for chunk in known:
@@ -131,7 +130,7 @@ def names(monkeypatch):
     monkeypatch.setitem(sys.modules, base.__name__, base)
 
 
-def planner_of(*groups: int, **requests: list[bytes]) -> Any:
+def planner_of(*groups, **requests):
     """An OffloadingConnector's scheduler with requests, by the hashes of their blocks."""
     return SimpleNamespace(
         config=SimpleNamespace(kv_group_configs=[SimpleNamespace(group_idx=one) for one in groups]),
@@ -173,7 +172,7 @@ def test_chunks_of_requests_that_are_there_are_not_forgotten(names):
 
 def test_an_idle_engine_gives_back_what_fills_no_chunk(worlds):
     """Else a page with the end of a prompt would stay for ever."""
-    world: World = worlds(gives=True)
+    world = worlds(gives=True)
     world.tier.blocks_per_chunk = 2
     world.spill.chunks = Chunks(2)
     for number, name in enumerate((b"a", b"b", b"c", b"d"), 4):
@@ -202,7 +201,7 @@ def test_stores_without_events_are_told_without_them_and_with_hashes(monkeypatch
     assert [host[place]._block_hash for place in (4, 7)] == [b"own", b"a"]
 
 
-def state_of_simple(spill: Spill) -> Any:
+def state_of_simple(spill):
     scheduler = SimpleNamespace(_lazy_mode=False)
     state.attach(scheduler, spill)
     return scheduler

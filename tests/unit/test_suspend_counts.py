@@ -1,10 +1,9 @@
 """What is counted of memory that was given back: seconds, blocks spilled, blocks restored."""
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
-from suspend_world import BLOCKS, MOST, PAGE, Store, World, filled, worlds
+from suspend_world import BLOCKS, MOST, PAGE, Store, filled, worlds
 
 from kvpatch import state
 from kvpatch.environ import FIRST_LIMIT, HOST_POOL
@@ -28,20 +27,19 @@ def clock(monkeypatch):
     return now
 
 
-def told(world: World) -> dict[str, Any]:
+def told(world):
     described = of(world)
     assert described == state.of(world, Sender).more(), "the status page and the messages differ"
-    given: dict[str, Any] = described["suspended"]
-    return given
+    return described["suspended"]
 
 
-def suspend(world: World) -> None:
+def suspend(world):
     world.suspension.suspend(False, False, None)
     world.until_idle()
     assert world.suspension.phase is Phase.SUSPENDED
 
 
-def resume(world: World) -> None:
+def resume(world):
     world.suspension.resume()
     world.until_idle()
     assert world.suspension.phase is Phase.RUNS
@@ -195,7 +193,7 @@ def test_the_tier_is_asked_once_for_the_blocks_of_a_page(size):
     assert len(asked) == (size == 1)
 
 
-def loading(*keys: bytes) -> SimpleNamespace:
+def loading(*keys):
     """An OffloadingConnector's scheduler in a step that loads blocks, and stores none."""
     return SimpleNamespace(
         _current_batch_load_jobs={7: "how"},
@@ -215,7 +213,7 @@ def test_loads_of_offloading_connector_are_those_of_the_step():
 def test_loads_of_simple_connector_are_those_that_have_no_event_yet():
     blocks = [SimpleNamespace(block_hash=key) for key in (None, b"one", b"two", b"other")]
 
-    def load(event: int | None, *places: int) -> SimpleNamespace:
+    def load(event, *places):
         return SimpleNamespace(
             load_event=event, transfer_meta=SimpleNamespace(cpu_block_ids=list(places))
         )
@@ -227,7 +225,7 @@ def test_loads_of_simple_connector_are_those_that_have_no_event_yet():
     )
     spill = state.attach(scheduler, Spill(Store(10), None))
     spill.counts.stored([b"one", b"two"], "suspend")
-    nothing: tuple[Any, ...] = ([], [], [], None)
+    nothing = ([], [], [], None)
     assert simple.around_store_specs(lambda output: nothing, scheduler, ("s",), {}) == nothing
     assert (spill.counts.restored, set(spill.counts.away)) == (1, {b"two"})
 

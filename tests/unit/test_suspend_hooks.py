@@ -3,11 +3,10 @@
 import queue
 import re
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
-from fakes import raising
-from suspend_world import Pause, Scheduler, World, worlds
+from fakes import module, raising
+from suspend_world import Pause, Scheduler, worlds
 
 from kvpatch import admitted, state
 from kvpatch.environ import HOST_POOL, duration
@@ -41,7 +40,7 @@ class MultiConnector(SimpleNamespace):
 def vllm(monkeypatch):
     """Let this process have a release of vLLM."""
 
-    def have(release: str) -> Facts:
+    def have(release):
         facts = Facts(
             Installed.release("vllm", release), Installed.release("kvcached", "0.1.6"), {}
         )
@@ -55,14 +54,14 @@ def vllm(monkeypatch):
     return have
 
 
-def engine_with(worlds: Any, connector: Any) -> World:
-    world: World = worlds()
+def engine_with(worlds, connector):
+    world = worlds()
     world.scheduler.connector = connector
     world.vllm_config = config_with(None if connector is None else type(connector).__name__)
     return world
 
 
-def why_not(world: World) -> str:
+def why_not(world):
     try:
         hooks.make(world).plan()
     except Cannot as cannot:
@@ -144,9 +143,9 @@ def test_questions_are_taken_and_vllms_own_requests_passed_on(worlds):
     world = worlds(gives=True)
     state.attach(world, world.suspension)
     state.attach(world, world.giving)
-    passed: list[Any] = []
+    passed = []
 
-    def handle(request_type: Any, request: Any) -> None:
+    def handle(request_type, request):
         passed.append(request)
 
     question, look = Question({"verb": "suspend", "plan": True}), Look(rests=False)
@@ -162,7 +161,7 @@ def test_questions_are_taken_and_vllms_own_requests_passed_on(worlds):
 def test_a_step_goes_on_with_both(worlds, monkeypatch):
     world = worlds(gives=True)
     assert hooks.after_engine_step(lambda: True, world, (), {}) is True
-    order: list[str] = []
+    order = []
     monkeypatch.setattr(world.suspension, "advance", lambda: order.append("suspension"))
     monkeypatch.setattr(world.giving, "advance", lambda: order.append("giving"))
     state.attach(world, world.suspension)
@@ -196,7 +195,7 @@ def test_at_its_end_it_listens_no_longer(worlds):
     class Listening:
         closed = False
 
-        def close(self) -> None:
+        def close(self):
             self.closed = True
 
     world = worlds()
@@ -208,12 +207,9 @@ def test_at_its_end_it_listens_no_longer(worlds):
 
 
 def test_an_engine_that_cannot_listen_starts_nevertheless(worlds, vllm, monkeypatch, caplog):
-    import sys
 
     monkeypatch.setattr(hooks, "Server", raising(OSError("no room")))
-    utils = SimpleNamespace(DEFAULT_IPC_NAME="chat")
-    monkeypatch.setitem(sys.modules, "kvcached", SimpleNamespace(utils=utils))
-    monkeypatch.setitem(sys.modules, "kvcached.utils", utils)
+    module(monkeypatch, "kvcached.utils", DEFAULT_IPC_NAME="chat")
     world = engine_with(worlds, None)
     world.input_queue = queue.Queue()
     hooks.around_engine_start(lambda: None, world, (), {})
@@ -233,7 +229,7 @@ def test_what_is_no_time(text):
         duration(text)
 
 
-def config_with(connector: str | None, **extra: Any) -> Any:
+def config_with(connector, **extra):
     transfer = None
     if connector is not None:
         transfer = SimpleNamespace(
@@ -242,7 +238,7 @@ def config_with(connector: str | None, **extra: Any) -> Any:
     return SimpleNamespace(kv_transfer_config=transfer, cache_config=SimpleNamespace(block_size=32))
 
 
-def refused(config: Any, release: str = "0.32.0", idle: str = "30s") -> list[str]:
+def refused(config, release="0.32.0", idle="30s"):
     vllm, kvcached = Installed.release("vllm", release), Installed.release("kvcached", "0.1.6")
     facts = Facts(vllm, kvcached, {"KVPATCH_IDLE": idle})
     return [rule.code for rule in rules.RULES if rule.refusal(config, facts)]

@@ -2,10 +2,9 @@
 
 import logging
 import re
-from typing import Any
 
 import pytest
-from suspend_world import MOST, PAGE, World, filled, worlds
+from suspend_world import MOST, PAGE, filled, worlds
 
 from kvpatch.patches.suspend.server import Question
 from kvpatch.sizes import readable
@@ -17,7 +16,7 @@ __all__ = ["worlds"]
 def lines(caplog):
     caplog.set_level(logging.INFO, logger="vllm.kvpatch")
 
-    def lines() -> list[str]:
+    def lines():
         """The lines since the last look, without their seconds."""
         found = [re.sub(r"\d+\.\d+ s", "T s", one.getMessage()) for one in caplog.records]
         caplog.clear()
@@ -26,7 +25,7 @@ def lines(caplog):
     return lines
 
 
-def ask(world: World, **asked: Any) -> None:
+def ask(world, **asked):
     Question(asked, " by pid 7").take(world.suspension)
     world.until_idle()
 

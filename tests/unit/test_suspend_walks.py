@@ -4,7 +4,7 @@ import random
 from contextlib import suppress
 
 import pytest
-from suspend_world import BLOCKS, MOST, PAGE, Pause, World, worlds
+from suspend_world import BLOCKS, MOST, PAGE, Pause, worlds
 
 from kvpatch.patches.suspend import spill
 from kvpatch.patches.suspend.suspension import Cannot, Phase
@@ -18,19 +18,19 @@ STEPS = 200
 class Walk:
     """One walk of a world with a roomy tier."""
 
-    def __init__(self, world: World, seed: int) -> None:
+    def __init__(self, world, seed):
         self.world = world
         self.source = random.Random(seed)
         self.names = iter(range(1000))
-        self.added: list[str] = []
-        self.keys: set[bytes] = set()
+        self.added = []
+        self.keys = set()
         self.limit = MOST * PAGE  # the last one that anybody set
         world.tier.steps = self.source.randrange(5)
         world.fence = self.source.randrange(4)
         world.lag = self.source.randrange(1, 6)
         self.piece = self.source.choice([1, 3, 1 << 30])
 
-    def act(self) -> None:
+    def act(self):
         world, source = self.world, self.source
         action = source.randrange(10)
         size = source.randrange(2, MOST + 1) * PAGE
@@ -54,7 +54,7 @@ class Walk:
             else:
                 self.request()
 
-    def request(self) -> None:
+    def request(self):
         """A request that arrives, and that runs if it may: with a block that is free."""
         name = f"request{next(self.names)}"
         free = set(range(BLOCKS, MOST * BLOCKS)) - self.world.pool.used()
@@ -72,7 +72,7 @@ class Walk:
         self.keys |= {f"{name}{block}".encode() for block in blocks}
         self.added.append(name)
 
-    def check(self) -> None:
+    def check(self):
         world = self.world
         world.check()
         here = {world.pool._block_id_to_key[block] for block in world.pool._block_id_to_key}
@@ -85,7 +85,7 @@ class Walk:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_nothing_is_lost_on_any_walk(worlds, seed, monkeypatch):
-    world: World = worlds(room=10_000, gives=True)
+    world = worlds(room=10_000, gives=True)
     walk = Walk(world, seed)
     monkeypatch.setattr(spill, "EVERYTHING", walk.piece)
     for _ in range(STEPS):

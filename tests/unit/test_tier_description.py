@@ -1,10 +1,9 @@
 """What the files of a secondary tier are named after: all ranks, weights and layers."""
 
-import sys
-from types import ModuleType, SimpleNamespace
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
+from fakes import module
 
 from kvpatch import state
 from kvpatch.patches.offloading.registration import Rows
@@ -16,25 +15,25 @@ class Cache:
 
     dtype = "torch.float32"
 
-    def __init__(self, address: int, stride: tuple[int, ...] = (48, 1, 6, 2)) -> None:
+    def __init__(self, address, stride=(48, 1, 6, 2)):
         self.address, self.strides = address, stride
         self.shape = (8, 2, 4, 3)
 
-    def data_ptr(self) -> int:
+    def data_ptr(self):
         return self.address
 
-    def stride(self) -> tuple[int, ...]:
+    def stride(self):
         return self.strides
 
-    def element_size(self) -> int:
+    def element_size(self):
         return 4
 
 
 ROWS = [(1000, 192), (5000, 192)]
 
 
-def layout(**changes: Any) -> Any:
-    given: dict[str, Any] = {
+def layout(**changes):
+    given = {
         "kv_caches": {"a": Cache(1000), "b": Cache(1096), "c": Cache(5000)},
         "groups": [["a", "b"], ["c"]],
         "rows": ROWS,
@@ -92,14 +91,12 @@ def test_a_region_ends_before_its_next_row():
 
 @pytest.fixture
 def worker(monkeypatch):
-    vllm, transfer = ModuleType("vllm"), ModuleType("vllm.distributed.kv_transfer")
-    vllm.__version__ = "0.28.0"
+    module(monkeypatch, "vllm", __version__="0.28.0")
+    transfer = module(monkeypatch, "vllm.distributed.kv_transfer")
     side = SimpleNamespace()
     state.attach(side, Rows(ROWS))
     parts = [SimpleNamespace(), SimpleNamespace(connector_worker=side)]
     transfer.get_kv_transfer_group = lambda: SimpleNamespace(_connectors=parts)
-    for module in (vllm, ModuleType("vllm.distributed"), transfer):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(fingerprint, "_platform", lambda device: f"platform of {device}")
     monkeypatch.setattr(fingerprint, "sample_weights", lambda model: f"weights of {model}")
     for name in ("configuration", "attention"):
@@ -185,7 +182,7 @@ def test_what_drafts_without_a_model_has_no_blocks(worker, owner):
 class Core:
     """An ``EngineCore`` with workers that describe themselves."""
 
-    def __init__(self, *said: Any, tiers: bool = True) -> None:
+    def __init__(self, *said, tiers=True):
         extra = {"spec_name": "TieringOffloadingSpec", "secondary_tiers": [{}] if tiers else []}
         self.vllm_config = SimpleNamespace(
             kv_transfer_config=SimpleNamespace(
@@ -194,15 +191,15 @@ class Core:
                 kv_connector_extra_config=extra,
             )
         )
-        self.asked: list[Any] = []
+        self.asked = []
         self.said = said
         self.model_executor = SimpleNamespace(collective_rpc=self.rpc)
 
-    def rpc(self, method: Any) -> list[Any]:
+    def rpc(self, method):
         self.asked.append(method)
         return list(self.said)
 
-    def digest(self) -> str | None:
+    def digest(self):
         assert fingerprint.around_kv_caches(lambda *args: args, self, (1,), {}) == (1,)
         return fingerprint._described
 
@@ -247,17 +244,17 @@ class Mapper:
 
     rank = 0
 
-    def __init__(self, root: str, agnostic: bool) -> None:
+    def __init__(self, root, agnostic):
         self.agnostic = agnostic
-        self.fields: dict[str, Any] = {"model": "m"}
+        self.fields = {"model": "m"}
         self.base_path = self._compute_base_path(root, self.fields)
 
-    def _compute_base_path(self, root: str, fields: dict[str, Any]) -> str:
+    def _compute_base_path(self, root, fields):
         return f"{root}/{'_'.join(map(str, fields.values()))}"
 
 
 def test_the_description_is_part_of_the_folders_name(monkeypatch, tmp_path):
-    def make(root_dir: str, spec: Any = None, parallel_agnostic: bool = True) -> Mapper:
+    def make(root_dir, spec=None, parallel_agnostic=True):
         assert spec == "spec"
         return Mapper(root_dir, parallel_agnostic)
 
@@ -270,11 +267,10 @@ def test_the_description_is_part_of_the_folders_name(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(("kind", "platform"), [("cpu", "a machine AVX512"), ("cuda", "a machine")])
 def test_keys_are_packed_for_the_instruction_set_of_a_cpu(monkeypatch, kind, platform):
-    torch, platforms = ModuleType("torch"), ModuleType("vllm.platforms")
-    torch.backends = SimpleNamespace(cpu=SimpleNamespace(get_cpu_capability=lambda: "AVX512"))
-    platforms.current_platform = SimpleNamespace(device_name="a machine")
-    for module in (torch, ModuleType("vllm"), platforms):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
+    cpu = SimpleNamespace(get_cpu_capability=lambda: "AVX512")
+    module(monkeypatch, "torch", backends=SimpleNamespace(cpu=cpu))
+    here = SimpleNamespace(device_name="a machine")
+    module(monkeypatch, "vllm.platforms", current_platform=here)
     assert fingerprint._platform(SimpleNamespace(type=kind)) == platform
 
 
@@ -282,7 +278,7 @@ def test_dimensions_of_one_are_no_part_of_a_layout():
     """Their strides are of no use, and differ between equal tensors."""
 
     class Single(Cache):
-        def __init__(self, stride: int) -> None:
+        def __init__(self, stride):
             super().__init__(1000, (48, 1, stride, 2))
             self.shape = (8, 2, 1, 3)
 

@@ -4,10 +4,8 @@ import errno
 import mmap
 import os
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 from fakes import raising
@@ -33,16 +31,16 @@ class Disk:
         done: whether it has an effect before it fails, as one whose answer was lost.
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, error: int) -> None:
-        self.calls: list[str] = []
+    def __init__(self, monkeypatch, error):
+        self.calls = []
         self.failing = 0
         self.done = False
         self.error = error
         for name in CALLS:
             monkeypatch.setattr(os, name, self.counted(name, getattr(os, name)))
 
-    def counted(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(*args: Any, **kwargs: Any) -> Any:
+    def counted(self, name, call):
+        def counted(*args, **kwargs):
             self.calls.append(name)
             if len(self.calls) != self.failing:
                 return call(*args, **kwargs)
@@ -52,7 +50,7 @@ class Disk:
 
         return counted
 
-    def fail(self, number: int, done: bool) -> None:
+    def fail(self, number, done):
         self.calls.clear()
         self.failing, self.done = number, done
 
@@ -68,21 +66,21 @@ def disk(request, monkeypatch):
     return Disk(monkeypatch, request.param)
 
 
-def contents(number: int) -> bytes:
+def contents(number):
     return bytes([number + 1]) * SIZE
 
 
-def names(folder: Path) -> list[str]:
+def names(folder):
     return [str(folder / f"layout_r0/00{n}/00_g0/{n}.bin") for n in range(BLOCKS)]
 
 
-def store(memory: mmap.mmap, folder: Path) -> None:
+def store(memory, folder):
     memory[:] = b"".join(contents(number) for number in range(BLOCKS))
     with memoryview(memory) as view:
         store_blocks(names(folder), view, [n * SIZE for n in range(BLOCKS)], SIZE, False)
 
 
-def load(memory: mmap.mmap, folder: Path) -> int:
+def load(memory, folder):
     """Load all blocks; how many came, each of which is what was stored."""
     memory[:] = bytes(len(memory))
     came = BLOCKS
@@ -96,7 +94,7 @@ def load(memory: mmap.mmap, folder: Path) -> int:
     return came
 
 
-def calls_of(disk: Disk, act: Callable[[], Any]) -> int:
+def calls_of(disk, act):
     disk.fail(0, False)
     act()
     return len(disk.calls)
@@ -178,10 +176,10 @@ def test_files_that_nobody_writes_any_more_are_swept(tmp_path):
 
 def test_a_block_is_never_seen_in_part(memory, tmp_path, monkeypatch):
     """While a file is written it has another name, in another folder."""
-    seen: list[tuple[list[Path], int]] = []
+    seen = []
     writev = os.writev
 
-    def watched(file: int, parts: Any) -> int:
+    def watched(file, parts):
         seen.append((list(tmp_path.rglob("*.bin")), len([*(tmp_path / "layout_r0/tmp").iterdir()])))
         return writev(file, parts)
 
@@ -193,7 +191,7 @@ def test_a_block_is_never_seen_in_part(memory, tmp_path, monkeypatch):
 
 def test_every_block_is_an_answer_of_the_disk(memory, tmp_path, monkeypatch):
     """A job of many blocks on a slow disk takes longer than the disk may be silent."""
-    answers: list[int] = []
+    answers = []
     monkeypatch.setattr(block_files, "progressed", lambda size: answers.append(len(answers)))
     for act in (store, load, store):  # the last finds all files there
         act(memory, tmp_path)
@@ -235,7 +233,7 @@ def test_a_folder_of_another_user_is_none_of_ours(tmp_path, monkeypatch):
         own_folder(tmp_path / "layout_r0")
 
 
-def stolen(file: Path) -> Path:
+def stolen(file):
     """Move a file aside, as another user may who can write to the folder."""
     return file.rename(file.parents[3] / "stolen")
 
@@ -257,7 +255,7 @@ def test_a_file_of_another_user_is_a_miss_whatever_its_checksum(memory, tmp_path
     there = file.stat()
     fstat = os.fstat
 
-    def whose(descriptor: int) -> os.stat_result:
+    def whose(descriptor):
         found = fstat(descriptor)
         if found.st_ino != there.st_ino:
             return found

@@ -55,7 +55,7 @@ def test_direct_io_is_the_default_and_only_where_it_is_wanted(
 ):
     flag = os.O_APPEND  # stands for O_DIRECT on any disk
     monkeypatch.setattr(block_files, "_DIRECT", flag)
-    seen: list[bool] = []
+    seen = []
     real = os.open
 
     def opened(path, flags, *more, **by_name):

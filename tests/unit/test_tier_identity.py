@@ -9,7 +9,6 @@ import json
 import os
 import sys
 from contextlib import nullcontext
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -35,16 +34,16 @@ LAYER = ("_k_scale_float", "_v_scale_float", "kv_cache_dtype")
 IMPLEMENTATION = ("scale", "sliding_window", "logits_soft_cap", "num_kv_heads", "head_size")
 
 
-def has(*names: str) -> SimpleNamespace:
+def has(*names):
     """Return an object whose values are their names."""
     return SimpleNamespace(**{name: f"the {name}" for name in names})
 
 
-def said(*names: str) -> dict[str, str]:
+def said(*names):
     return {name: f"the {name}" for name in names}
 
 
-def configured(**more: Any) -> Any:
+def configured(**more):
     model = has("hf_config", "hf_text_config", *MODEL)
     model.multimodal_config = has(*MULTIMODAL)
     return SimpleNamespace(
@@ -111,12 +110,12 @@ class Pair:
 class Configuration:
     """As of transformers: what its class does not know is an attribute only."""
 
-    def __init__(self, **known: Any) -> None:
+    def __init__(self, **known):
         self._known = known
         self._name_or_path = "/a/folder"
         self.added = {"scale": 0.1}
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self):
         return self._known
 
 
@@ -157,7 +156,7 @@ def test_values_are_plain(value, expected):
 
 def test_the_members_of_a_set_are_sorted_inside_too():
     class Frozen(dict):
-        def __hash__(self) -> int:
+        def __hash__(self):
             return 0
 
     one, other = Frozen(a=1, b=2), Frozen(b=2, a=1)
@@ -170,7 +169,7 @@ def test_a_dtype_is_its_name():
 
 
 def test_descriptions_have_no_order_but_that_of_the_ranks():
-    def digest(*descriptions: Any) -> str:
+    def digest(*descriptions):
         return fingerprint._digest(SimpleNamespace(collective_rpc=lambda call: descriptions))
 
     one, same, other = {"a": 1, "b": {"c": 2, "d": 3}}, {"b": {"d": 3, "c": 2}, "a": 1}, {"a": 1}
@@ -183,15 +182,15 @@ class Mapper:
     rank = 3
     base_path = ""
 
-    def __init__(self) -> None:
-        self.fields: dict[str, Any] = {"model": "m"}
+    def __init__(self):
+        self.fields = {"model": "m"}
 
-    def _compute_base_path(self, root: str, fields: dict[str, Any]) -> str:
+    def _compute_base_path(self, root, fields):
         return f"{root}/{'-'.join(map(str, fields.values()))}"
 
 
-def mapper(root: Path) -> Any:
-    def make(root_dir: str, spec: Any, parallel_agnostic: bool = True) -> Mapper:
+def mapper(root):
+    def make(root_dir, spec, parallel_agnostic=True):
         assert (root_dir, spec, parallel_agnostic) == (str(root), "spec", False)
         return Mapper()
 
@@ -244,23 +243,23 @@ def test_a_folder_that_others_can_open_is_refused(weights, tmp_path):
 class Recorder:
     """In the place of ``Samples``: what was added, in its order."""
 
-    def __init__(self) -> None:
-        self.added: list[Any] = []
+    def __init__(self):
+        self.added = []
 
-    def add(self, name: str, tensor: Any) -> None:
+    def add(self, name, tensor):
         self.added.append((name, tensor))
 
-    def digest(self) -> Any:
+    def digest(self):
         return self.added
 
 
 class Weight:
     dtype = "bfloat16"
 
-    def __init__(self, values: int) -> None:
+    def __init__(self, values):
         self.values = values
 
-    def numel(self) -> int:
+    def numel(self):
         return self.values
 
 
@@ -269,11 +268,11 @@ class Linear:
 
     input_size = 48
 
-    def __init__(self, left: int, **more: Any) -> None:
+    def __init__(self, left, **more):
         self.weight = Weight(left)
         vars(self).update(more)
 
-    def cpu_linear(self, given: Any, weight: Any, bias: Any) -> Any:
+    def cpu_linear(self, given, weight, bias):
         assert (weight, bias) == (self.weight, None)
         return ("answer to", given)
 
@@ -281,14 +280,14 @@ class Linear:
 @pytest.fixture
 def torch(monkeypatch):
     class Random:
-        def __init__(self, size: tuple[int, ...], generator: Any) -> None:
+        def __init__(self, size, generator):
             self.made = (size, generator)
 
-        def to(self, dtype: str) -> Any:
+        def to(self, dtype):
             return (*self.made, dtype)
 
     class Generator:
-        def manual_seed(self, seed: int) -> str:
+        def manual_seed(self, seed):
             return f"seed {seed}"
 
     module = ModuleType("torch")
@@ -316,7 +315,7 @@ def test_every_parameter_buffer_and_packed_layer_counts(torch):
         named_modules=lambda: iter(packed.items()),
     )
 
-    def answer(size: int) -> Any:
+    def answer(size):
         return ("answer to", ((1, size), "seed 0", "bfloat16"))
 
     assert fingerprint.sample_weights(model) == [

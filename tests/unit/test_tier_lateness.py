@@ -21,7 +21,7 @@ def test_a_task_whose_first_block_the_disk_never_answers_makes_the_tier_late():
     unanswered = Unanswered(10, lambda: now[0])
     seen = []
 
-    def task() -> None:
+    def task():
         now[0] = 10.5
         seen.append(unanswered.late)
 
@@ -34,7 +34,7 @@ def test_a_change_by_another_thread_is_looked_at_again():
     class Changing(dict[Any, float]):
         looks = 0
 
-        def values(self) -> Any:
+        def values(self):
             self.looks += 1
             if self.looks < 3:
                 raise RuntimeError("dictionary changed size during iteration")

@@ -1,11 +1,10 @@
 """Promotion from a secondary tier: what counts as promoted, and when a block is a miss."""
 
 import errno
-import sys
-from types import ModuleType, SimpleNamespace
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
+from fakes import module
 from test_tier_rules import Pending
 
 from kvpatch import state
@@ -22,10 +21,10 @@ def manager(monkeypatch):
     return SimpleNamespace(primary_tier=SimpleNamespace(chunks=2), secondary_tiers=[])
 
 
-def promote(manager: Any, key: str, context: Any, succeeds: bool = True) -> bool | str:
+def promote(manager, key, context, succeeds=True):
     called = []
 
-    def wrapped(*args: Any) -> bool:
+    def wrapped(*args):
         called.append(args)
         return succeeds
 
@@ -90,21 +89,16 @@ def test_what_a_late_tier_has_is_a_miss(manager, tiers, found, told):
 
 @pytest.mark.parametrize("pending", [set(), {"store"}])
 def test_the_last_blocks_of_a_finished_request_are_stored(monkeypatch, pending):
-    module = ModuleType("vllm.v1.kv_offload.tiering.manager")
-
     class RequestState:
-        def __init__(self, context: Any, is_finished: bool) -> None:
+        def __init__(self, context, is_finished):
             self.context, self.is_finished = context, is_finished
             self.pending_primary_stores = pending
 
-    module.RequestState = RequestState
-    for name in ("vllm", "vllm.v1", "vllm.v1.kv_offload", "vllm.v1.kv_offload.tiering"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    known: dict[str, Any] = {"other": "kept"}
+    module(monkeypatch, "vllm.v1.kv_offload.tiering.manager", RequestState=RequestState)
+    known = {"other": "kept"}
     tiering, context = SimpleNamespace(_req_state=known), SimpleNamespace(req_id="a")
 
-    def prepare(keys: Any, req_context: Any) -> Any:
+    def prepare(keys, req_context):
         assert known["a"].context is context
         assert known["a"].is_finished is True
         return "stored"
@@ -147,10 +141,10 @@ def test_up_to_0_27_blocks_of_every_tier_and_request_come_up_by_themselves():
 @pytest.fixture
 def asked(monkeypatch):
     """What a disk without direct I/O was asked; the second list has what it refuses anyway."""
-    calls: list[Any] = []
-    broken: list[str] = []
+    calls = []
+    broken = []
 
-    def access(paths: Any, view: Any, offsets: Any, size: int, direct: bool) -> None:
+    def access(paths, view, offsets, size, direct):
         calls.append((paths, offsets, size, direct))
         if direct or broken:
             raise OSError(errno.EINVAL, "not possible")
@@ -187,7 +181,7 @@ def test_what_is_refused_without_direct_io_too_is_not_tried_again(asked):
 class Planner(SimpleNamespace):
     """OffloadingConnectorScheduler with one request, of which a part was promoted."""
 
-    def __init__(self, promoted: str, groups: list[str], size: str = "tokens_per_chunk") -> None:
+    def __init__(self, promoted, groups, size="tokens_per_chunk"):
         context = SimpleNamespace()
         if promoted:
             state.of(context, promotion.Promoted).keys.update(promoted)
@@ -202,7 +196,7 @@ class Planner(SimpleNamespace):
         )
         self.totals = state.attach(self, Totals())
 
-    def load(self, tokens: int, preemptions: int = 0) -> int:
+    def load(self, tokens, preemptions=0):
         request = SimpleNamespace(request_id="one", num_preemptions=preemptions)
         done = fixes.count_disk_hits(lambda *args: "done", self, (request, None, tokens), {})
         assert (done, self.totals.fuse.off) == ("done", "")
@@ -248,7 +242,7 @@ def test_blocks_that_were_promoted_and_are_not_loaded_count_for_nothing():
 # Promotions beside copies from before a reset, up to 0.32
 
 
-def after_reset(*transfers: int, fenced: bool = True, **waiting: Any) -> Any:
+def after_reset(*transfers, fenced=True, **waiting):
     """OffloadingConnectorScheduler after a reset before job 7, with copies in flight."""
     made = SimpleNamespace(_stale_job_threshold=7, manager=SimpleNamespace(**waiting))
     if fenced:
@@ -257,11 +251,11 @@ def after_reset(*transfers: int, fenced: bool = True, **waiting: Any) -> Any:
     return made
 
 
-def handed(planner: Any, fails: bool = False) -> Any:
+def handed(planner, fails=False):
     """What a step hands to the tiers."""
     seen = []
 
-    def build(output: str) -> str:
+    def build(output):
         seen.append(getattr(planner.manager, WAITING, None))
         if fails:
             raise MemoryError
@@ -294,7 +288,7 @@ def test_otherwise_the_tiers_have_them_at_once(transfers, fenced):
 
 
 def test_without_promotions_nothing_is_held():
-    none: dict[str, Any] = {}
+    none = {}
     assert handed(after_reset(3, **{WAITING: none})) is none
     planner = after_reset(3)  # without tiers
     assert handed(planner) is None

@@ -4,7 +4,6 @@ import errno
 import threading
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from fakes import raising
@@ -20,7 +19,7 @@ from kvpatch.upstream import connectors
 class Clock:
     now = 0.0
 
-    def __call__(self) -> float:
+    def __call__(self):
         return self.now
 
 
@@ -57,7 +56,7 @@ def test_a_task_is_pending_from_its_start_and_again_from_every_block():
     unanswered = Unanswered(10, clock)
     seen = []
 
-    def task() -> None:
+    def task():
         for now in (9, 18, 27):
             clock.now = now
             seen.append(unanswered.late)
@@ -89,7 +88,7 @@ class Changing(dict):
 
     reads = 0
 
-    def values(self) -> Any:
+    def values(self):
         self.reads += 1
         if self.reads == 1:
             raise RuntimeError("dictionary changed size during iteration")
@@ -108,7 +107,7 @@ def test_it_may_be_asked_while_another_thread_asks():
     unanswered = Unanswered(0.5)
     ended = threading.Event()
 
-    def ask() -> None:
+    def ask():
         for number in range(20000):
             unanswered.asked(number)
             unanswered.answered(number)
@@ -132,7 +131,7 @@ def test_patience_is_a_number_of_seconds(monkeypatch, text, seconds):
 def test_no_load_starts_behind_a_request_that_waits_until_the_next_step():
     planner = SimpleNamespace()
 
-    def ask(tokens: int | None, loads: bool) -> Any:
+    def ask(tokens, loads):
         return around_matched_tokens(lambda: (tokens, loads), planner, (), {})
 
     assert ask(640, True) == (640, True)
@@ -151,7 +150,7 @@ def test_a_tier_before_the_kv_cache_is_refused(monkeypatch):
     assert refused.value.code == "KVP412"
 
 
-def promote(context: Any, success: bool, key: str = "a") -> bool:
+def promote(context, success, key="a"):
     """Ask for a promotion, on a CPU tier of two blocks."""
     manager = SimpleNamespace(primary_tier=SimpleNamespace(_num_blocks=2))
     return promotion.around_promotion(lambda *_: success, manager, (0, key, context), {})
@@ -171,7 +170,7 @@ def test_one_late_tier_of_two_keeps_no_request_waiting(monkeypatch, late):
     monkeypatch.setattr(promotion, "lookup_results", lambda: ("miss", ("retry", "pending")))
     manager = SimpleNamespace(secondary_tiers=[SimpleNamespace(late=one) for one in late])
 
-    def lookup(result: str) -> str:
+    def lookup(result):
         return promotion.around_lookup(lambda: result, manager, (), {})
 
     for waits in ("retry", "pending"):
@@ -180,7 +179,7 @@ def test_one_late_tier_of_two_keeps_no_request_waiting(monkeypatch, late):
         assert lookup(known) == known
 
 
-def part(name: str, **attributes: Any) -> Any:
+def part(name, **attributes):
     return type(name, (), attributes)()
 
 
@@ -212,7 +211,7 @@ def test_up_to_0_27_every_block_comes_up_in_a_job_of_its_own():
     manager = SimpleNamespace(_pending_load_submissions=waiting)
     flushed = []
 
-    def flush() -> None:
+    def flush():
         for tier, jobs in manager._pending_load_submissions.items():
             flushed.extend((tier, job) for job in jobs.values())
 
@@ -227,9 +226,9 @@ def test_up_to_0_27_every_block_comes_up_in_a_job_of_its_own():
 class Disk:
     """A disk that takes no direct I/O; what it was asked with."""
 
-    def __init__(self, error: int = errno.EINVAL) -> None:
+    def __init__(self, error=errno.EINVAL):
         self.error = error
-        self.asked: list[Any] = []
+        self.asked = []
 
     def __call__(self, paths, view, offsets, size, direct):
         self.asked.append((paths, offsets, size, direct))

@@ -2,7 +2,6 @@
 
 import logging
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from fakes import raising
@@ -16,10 +15,10 @@ from kvpatch.patches.secondary_tiers.weights import Weights, around_call, around
 class Engine:
     """An engine with secondary tiers, and its workers' weights."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.now = "old"
         self.described = 0
-        self.folders: list[str] = []
+        self.folders = []
         self.core = SimpleNamespace()
         self.weights = state.attach(self.core, Weights(self.describe, "old"))
         self.weights.renamed.append(self.folders.append)
@@ -27,24 +26,24 @@ class Engine:
             manager=SimpleNamespace(secondary_tiers=[SimpleNamespace(weights=self.weights)])
         )
 
-    def describe(self) -> str:
+    def describe(self):
         self.described += 1
         return self.now
 
-    def replace(self, now: str) -> None:
-        def call(method: str) -> None:
+    def replace(self, now):
+        def call(method):
             assert method == "reload_weights"
             self.now = now
 
         around_call(call, self.core, ("reload_weights",), {})
 
-    def reset(self, done: bool = True, connector: bool = True, by_name: bool = False) -> None:
+    def reset(self, done=True, connector=True, by_name=False):
         given = {"args": (True, connector), "kwargs": {}}
         if by_name:
             given = {"args": (), "kwargs": {"reset_connector": connector}}
         assert around_reset(lambda *_, **__: done, self.core, **given) is done
 
-    def request(self) -> bool:
+    def request(self):
         """Schedule a request; whether the tiers are used for it."""
         admission.around_matched_tokens(lambda: (0, False), self.planner, (), {})
         return self.weights.usable()
@@ -134,9 +133,9 @@ def test_the_first_reset_after_a_call_to_the_workers_is_of_the_connector_too(arg
     """Without it blocks of the old weights would be loaded from the primary tier."""
     engine = Engine()
     core = engine.core if tiers else SimpleNamespace()
-    seen: list[tuple[bool, bool]] = []
+    seen = []
 
-    def reset(reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+    def reset(reset_running_requests=False, reset_connector=False):
         seen.append((reset_running_requests, reset_connector))
         return len(seen) > 1  # the first one fails: a request runs
 
@@ -234,8 +233,8 @@ def test_a_failing_disk_writes_one_line_a_minute():
     now = [0.0]
     shown = FewerLines(lambda: now[0])
 
-    def line(job: int) -> str | None:
-        record: Any = logging.LogRecord("x", 40, "f", 1, "Job %s failed: %s", (job, "full"), None)
+    def line(job):
+        record = logging.LogRecord("x", 40, "f", 1, "Job %s failed: %s", (job, "full"), None)
         return record.getMessage() if shown.filter(record) else None
 
     assert line(1) == "Job 1 failed: full"

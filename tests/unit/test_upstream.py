@@ -16,7 +16,7 @@ WRONG = Outcome("failed", "assert 1 == 2")
 TEST = "tests/v1/core/test_scheduler.py::test_one"
 
 
-def verdict(off: Outcome, on: Outcome | None, **listed: str) -> list[str]:
+def verdict(off, on, **listed):
     return compare.verdict(
         {TEST: off}, {} if on is None else {TEST: on}, {TEST: listed["cause"]} if listed else {}
     )

@@ -11,7 +11,7 @@ def test_a_folder_that_is_being_made_is_waited_for(tmp_path):
     folder, made, begun = tmp_path / "folder", [], threading.Event()
     asked = threading.Event()
 
-    def make() -> None:
+    def make():
         made.append(folder)
         folder.mkdir()
         begun.set()
@@ -30,7 +30,7 @@ def test_a_folder_that_is_being_made_is_waited_for(tmp_path):
 def test_another_recipe_makes_it_anew(tmp_path):
     folder = tmp_path / "folder"
 
-    def make() -> None:
+    def make():
         folder.mkdir()
 
     venvs.made(folder, "recipe", make)

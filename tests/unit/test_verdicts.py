@@ -29,7 +29,7 @@ RAN = {
 }
 
 
-def content(word: str = "right", date: str = "2026-11-22", **changes: object) -> dict[str, object]:
+def content(word="right", date="2026-11-22", **changes):
     return {
         "verdict": word,
         "date": date,
@@ -40,12 +40,18 @@ def content(word: str = "right", date: str = "2026-11-22", **changes: object) ->
     }
 
 
-def written(folder, *every: dict[str, object]) -> list[verdicts.Verdict]:
+def written(folder, *every):
     return [verdicts.read(verdicts.write(folder, one)) for one in every]
 
 
-def changed(part: str, name: str, value: object) -> dict[str, object]:
+def changed(part, name, value):
     return RAN | {part: {**RAN[part], name: value}}
+
+
+@pytest.fixture
+def settings(tmp_path):
+    """The settings that name the verdicts of a test."""
+    return {VERDICTS.name: str(tmp_path), "XDG_DATA_HOME": str(tmp_path / "none")}
 
 
 def test_nobody_else_reads_a_verdict(tmp_path):
@@ -65,38 +71,15 @@ def test_a_verdict_without_its_secrets_holds_for_what_has_them(tmp_path):
     assert verdicts.covering(other, ["KVP310"], known) is None
 
 
-@pytest.mark.parametrize(
-    "broken",
-    [
-        {"combination": {name: of for name, of in RAN.items() if name != "device"}},
-        {"combination": {name: of for name, of in RAN.items() if name != "code"}},
-        {"combination": RAN | {"versions": ["0.28.0"]}},
-        {"command": [1]},
-        {"lifted": [["KVP310"]]},
-        {"verdict": None},
-    ],
-    ids=str,
-)
-def test_what_is_no_verdict_is_said_and_lifts_nothing(tmp_path, caplog, broken):
-    here = {VERDICTS.name: str(tmp_path), "XDG_DATA_HOME": str(tmp_path / "none")}
-    path = verdicts.write(tmp_path, content())
-    path.write_text(json.dumps({"format": verdicts.FORMAT, **content(), **broken}))
-    assert verdicts.every(here) == []
-    assert f"{path} is not used: it is no verdict" in caplog.text
-    (finding,) = verified.check(here)
-    assert finding.level is Level.WARNING
-
-
 @pytest.mark.fault(
     "a verdict is of an earlier kvpatch, which compared fewer settings",
     "it holds for nothing, and `kvpatch doctor` says so",
 )
-def test_a_verdict_of_an_earlier_kvpatch_holds_for_nothing_and_doctor_says_why(tmp_path):
-    here = {VERDICTS.name: str(tmp_path), "XDG_DATA_HOME": str(tmp_path / "none")}
+def test_a_verdict_of_an_earlier_kvpatch_holds_for_nothing_and_doctor_says_why(settings, tmp_path):
     path = verdicts.write(tmp_path, content())
     path.write_text(json.dumps({"format": 1, **content()}))
-    assert verdicts.every(here) == []
-    (finding,) = verified.check(here)
+    assert verdicts.every(settings) == []
+    (finding,) = verified.check(settings)
     assert finding.level is Level.WARNING
     assert finding.what == (
         f"{path} is not used: an earlier kvpatch made it, and it lacks settings that decide which "
@@ -105,19 +88,39 @@ def test_a_verdict_of_an_earlier_kvpatch_holds_for_nothing_and_doctor_says_why(t
     assert finding.remedy == "remove it, and verify its command again"
 
 
+def kept(*words, **changes):
+    return json.dumps({"format": verdicts.FORMAT, **content(*words, **changes)})
+
+
+def without(part):
+    return {name: of for name, of in RAN.items() if name != part}
+
+
 @pytest.mark.parametrize(
-    ("text", "why"), [("{bad", "it is not JSON"), ("{}", "it is no verdict, and lacks 'format'")]
+    ("text", "why"),
+    [
+        ("", "it is not JSON"),
+        ("{bad", "it is not JSON"),
+        ("[]", "it is no verdict (list indices must be integers or slices, not str)"),
+        ("{}", "it is no verdict, and lacks 'format'"),
+        ('{"format": 9}', "its format is 9, and this kvpatch has 2"),
+        (kept(None), "it is no verdict"),
+        (kept(date="today"), "it is no verdict"),
+        (kept(command=[1]), "it is no verdict"),
+        (kept(lifted=[["KVP310"]]), "it is no verdict (unhashable type: 'list')"),
+        (kept(combination=RAN | {"versions": ["0.28.0"]}), "it is no verdict"),
+        (kept(combination=without("device")), "it is no verdict, and lacks 'device'"),
+        (kept(combination=without("code")), "it is no verdict, and lacks 'code'"),
+    ],
 )
-def test_what_a_file_lacks_is_said_once_and_in_words(tmp_path, caplog, text, why):
-    here = {VERDICTS.name: str(tmp_path), "XDG_DATA_HOME": str(tmp_path / "none")}
+def test_what_a_file_lacks_is_said_once_and_it_lifts_nothing(settings, tmp_path, caplog, text, why):
     path = tmp_path / "broken.json"
     path.write_text(text)
-    assert verdicts.every(here) == verdicts.every(here) == []
-    assert [one.getMessage() for one in caplog.records] == [
-        f"kvpatch: the verdict {path} is not used: {why}"
-    ]
-    (finding,) = verified.check(here)
-    assert finding.what == f"{path} is not used: {why}"
+    assert verdicts.every(settings) == verdicts.every(settings) == []
+    said = f"{path} is not used: {why}"
+    assert [one.getMessage() for one in caplog.records] == [f"kvpatch: the verdict {said}"]
+    (finding,) = verified.check(settings)
+    assert (finding.level, finding.what) == (Level.WARNING, said)
 
 
 def test_nested_text_is_no_verdict(tmp_path):
@@ -162,21 +165,19 @@ def test_a_user_without_a_home_has_no_verdicts(monkeypatch):
         verdicts.own_folder({})
 
 
-def test_a_folder_that_cannot_be_read_is_said(tmp_path, monkeypatch, caplog):
-    here = {VERDICTS.name: str(tmp_path), "XDG_DATA_HOME": str(tmp_path / "none")}
+def test_a_folder_that_cannot_be_read_is_said(settings, tmp_path, monkeypatch, caplog):
 
     def iterdir(folder):
         raise PermissionError(13, "Permission denied", str(folder))
 
     monkeypatch.setattr(verdicts.Path, "iterdir", iterdir)
-    assert verdicts.every(here) == []
+    assert verdicts.every(settings) == []
     assert f"the verdicts of {tmp_path} are not used" in caplog.text
 
 
-def test_doctor_shows_no_control_characters_of_a_verdict(tmp_path):
+def test_doctor_shows_no_control_characters_of_a_verdict(settings, tmp_path):
     written(tmp_path, content(command=["\x1b]0;x\x07"], combination=RAN | {"device": "d\x1b[2J"}))
-    here = {VERDICTS.name: str(tmp_path), "XDG_DATA_HOME": str(tmp_path / "none")}
-    (finding,) = verified.check(here)
+    (finding,) = verified.check(settings)
     assert finding.what.isprintable()
 
 
@@ -229,20 +230,6 @@ def test_a_wrong_one_lifts_nothing_and_the_newest_counts(tmp_path):
     assert verdicts.covering(RAN, [], [wrong, later]) == later
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        *("", "[]", "{}", '{"format": 9}', json.dumps({"format": 1, **content()})),
-        json.dumps({"format": verdicts.FORMAT, **content(date="today")}),
-    ],
-)
-def test_a_file_that_is_no_verdict_is_not_used(tmp_path, text, caplog):
-    (tmp_path / "a.json").write_text(text)
-    here = {VERDICTS.name: str(tmp_path), "XDG_DATA_HOME": str(tmp_path / "none")}
-    assert verdicts.every(here) == []
-    assert "a.json is not used" in caplog.text
-
-
 def test_a_folder_that_the_operator_names_is_read_besides_the_users_own(tmp_path):
     here = {VERDICTS.name: str(tmp_path / "named"), "XDG_DATA_HOME": str(tmp_path)}
     written(tmp_path / "named", content())
@@ -250,21 +237,20 @@ def test_a_folder_that_the_operator_names_is_read_besides_the_users_own(tmp_path
     assert [one.date for one in verdicts.every(here)] == ["2026-11-22", "2026-11-23"]
 
 
-def test_before_the_configuration_is_known_the_versions_decide(tmp_path, monkeypatch):
+def test_before_the_configuration_is_known_the_versions_decide(settings, tmp_path, monkeypatch):
     installed = {
         "vllm": [Installed.release("vllm", "0.28.0")],
         "kvcached": [Installed.release("kvcached", "0.1.6")],
     }
     monkeypatch.setattr(verdicts.versions, "installed", lambda package: installed[package])
-    here = {VERDICTS.name: str(tmp_path), "XDG_DATA_HOME": str(tmp_path / "none")}
-    assert verdicts.early(here) == frozenset()
+    assert verdicts.early(settings) == frozenset()
     written(tmp_path, content())
-    assert verdicts.early(here) == {"KVP310"}
+    assert verdicts.early(settings) == {"KVP310"}
     written(tmp_path, content("wrong"))  # over it
-    assert verdicts.early(here) == frozenset()
+    assert verdicts.early(settings) == frozenset()
     written(tmp_path, content())
     installed["vllm"] = [Installed.release("vllm", "0.28.1")]
-    assert verdicts.early(here) == frozenset()
+    assert verdicts.early(settings) == frozenset()
     assert verdicts.early({VERIFY.name: "/run"}) == VERIFIABLE
 
 
@@ -328,7 +314,7 @@ def test_the_sentence_names_the_command_that_would_lift_it(code, named):
 
 
 @pytest.fixture
-def process(tmp_path, monkeypatch):
+def process(settings, monkeypatch):
     """A process with a configuration that KVP310 refuses; returns what decides for it."""
     broken = [Refusal("fp8", "b", "c", code="KVP310")]
     monkeypatch.setattr(rules, "refusals", lambda *_: iter(broken))
@@ -337,22 +323,21 @@ def process(tmp_path, monkeypatch):
     record = Record()
     monkeypatch.setattr(lifting, "record", record)
     monkeypatch.setenv(VERIFIED.name, "")
-    environment = {VERDICTS.name: str(tmp_path), "XDG_DATA_HOME": str(tmp_path / "none")}
 
-    def decide(vllm: str = "0.28.0", config: object = None, **more: str) -> Record:
+    def decide(vllm="0.28.0", config=None, **more):
         facts = Facts(
             Installed.release("vllm", vllm),
             Installed.release("kvcached", "0.1.6"),
-            environment | more,
+            settings | more,
         )
         lifting.decide(config or plain(), facts)
         return record
 
-    decide.broken = broken
+    decide.refuses = lambda code: broken.append(Refusal("more", "b", "c", code=code))
     return decide
 
 
-def plain() -> SimpleNamespace:
+def plain():
     parts = {"cache_config": SimpleNamespace(), "scheduler_config": SimpleNamespace()}
     return SimpleNamespace(kv_transfer_config=None, **parts)
 
@@ -418,7 +403,7 @@ def test_a_wrong_one_after_a_right_one_is_said(process, tmp_path, caplog):
 def test_the_next_engine_of_a_program_is_asked_for_again(process, tmp_path):
     written(tmp_path, content())
     process()
-    process.broken.append(Refusal("more", "b", "c", code="KVP309"))
+    process.refuses("KVP309")
     assert process().skipped == frozenset()
     assert VERIFIED.name not in os.environ
 
@@ -428,7 +413,7 @@ def test_a_part_of_a_model_shares_the_decision(process, tmp_path):
     written(tmp_path, content())
     config = plain()
     process(config=config)
-    process.broken.append(Refusal("more", "b", "c", code="KVP309"))
+    process.refuses("KVP309")
     part = SimpleNamespace(**vars(config) | {"cache_config": SimpleNamespace()})
     assert process(config=part).skipped == {"KVP310"}
 
@@ -440,7 +425,7 @@ def test_a_programs_own_process_does_not_inherit_for_another_engine(process, tmp
     monkeypatch.setattr(verdicts, "started_by_multiprocessing", lambda: True)
     lifting.record.verified = verdicts.inherited()
     assert lifting.record.skipped == {"KVP310"}
-    process.broken.append(Refusal("more", "b", "c", code="KVP309"))
+    process.refuses("KVP309")
     assert process().skipped == frozenset()
 
 
@@ -465,7 +450,7 @@ def test_a_run_writes_down_what_runs_and_what_was_lifted(process, tmp_path, monk
     folder = tmp_path / "run"
     folder.mkdir()
     monkeypatch.setenv(VERIFY.name, str(folder))
-    process.broken.append(Refusal("hisparse", "b", "c", code="KVP312"))
+    process.refuses("KVP312")
     record = process("0.33.1", **{VERIFY.name: str(folder)})
     assert record.skipped == VERIFIABLE
     assert record.line().endswith("; runs to be verified")
@@ -483,11 +468,11 @@ def test_a_run_writes_down_what_runs_and_what_was_lifted(process, tmp_path, monk
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch):
+def here(settings, monkeypatch):
     """A machine with what ``RAN`` names; returns the settings that name the verdicts."""
     monkeypatch.setattr(verified, "_version", lambda name: RAN["versions"][name])
     monkeypatch.setattr(verdicts, "digest", lambda package: "abc")
-    return {VERDICTS.name: str(tmp_path), "XDG_DATA_HOME": str(tmp_path / "none")}
+    return settings
 
 
 @pytest.mark.parametrize(

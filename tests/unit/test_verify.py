@@ -1,11 +1,10 @@
 """Memory that is not kvcached's: an engine or a worker on it does not start."""
 
-import sys
 import threading
-from types import ModuleType, SimpleNamespace
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
+from fakes import module
 
 from kvpatch.patches.elastic_memory import verify
 from kvpatch.refusal import Refusal
@@ -15,7 +14,7 @@ from kvpatch.upstream import kvcached_api
 class ElasticBlockPool:
     """kvcached's, by its name; its thread reserves the null block in ``null_block_after`` s."""
 
-    def __init__(self, null_block_after: float = 0.0) -> None:
+    def __init__(self, null_block_after=0.0):
         done = threading.Event()
         threading.Timer(null_block_after, done.set).start()
         self.kv_cache_manager = SimpleNamespace(_post_init_done=done)
@@ -27,30 +26,23 @@ def record(monkeypatch):
     made = SimpleNamespace(roles=[], elastic=None, layout="", said=[])
     made.say = lambda: made.said.append(list(made.roles))
     monkeypatch.setattr(verify, "record", made)
-    block_pool = ModuleType("vllm.v1.core.block_pool")
-    block_pool.ElasticBlockPool = ElasticBlockPool
-    core = ModuleType("vllm.v1.core")
-    core.block_pool = block_pool
-    for name in ("vllm", "vllm.v1"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, "vllm.v1.core", core)
-    monkeypatch.setitem(sys.modules, "vllm.v1.core.block_pool", block_pool)
+    module(monkeypatch, "vllm.v1.core.block_pool", ElasticBlockPool=ElasticBlockPool)
     monkeypatch.setattr(kvcached_api, "describe_layout", lambda config: f"layout of {config}")
     return made
 
 
-def engine(pool: Any) -> Any:
+def engine(pool):
     manager = SimpleNamespace(block_pool=pool)
     return SimpleNamespace(
         scheduler=SimpleNamespace(kv_cache_manager=manager), vllm_config="config"
     )
 
 
-def cache(inside: bool) -> Any:
+def cache(inside):
     return SimpleNamespace(_kvcached_block_copy_view=object() if inside else None)
 
 
-def worker(record: Any, *inside: bool) -> Any:
+def worker(record, *inside):
     caches = {f"layer.{index}": cache(one) for index, one in enumerate(inside)}
     assert verify.around_kv_cache_tensors(lambda *args: caches, None, (), {}) is caches
 
@@ -66,7 +58,7 @@ def test_an_engine_with_its_worker_in_the_same_process_says_so_once(record):
     record.roles, record.elastic = ["frontend"], True
     seen = []
 
-    def start(*args: Any, **kwargs: Any) -> None:
+    def start(*args, **kwargs):
         seen.append((args, kwargs, record.elastic))
         worker(record, True)
 
@@ -117,7 +109,7 @@ def test_a_worker_without_layers_is_not_called_elastic(record):
 
 
 def test_the_memory_that_kvcached_allocated_is_known(monkeypatch):
-    known: list[Any] = []
+    known = []
     monkeypatch.setattr(kvcached_api, "remember_storages", lambda caches: known.extend(caches))
     caches = {"a": "one", "b": "two"}
     assert verify.remember_allocation(lambda *args: caches, None, (), {}) is caches
@@ -140,7 +132,7 @@ def test_vllms_own_views_are_checked_unless_they_are_discarded(
     monkeypatch.setattr(kvcached_api, "on_kvcached", lambda cache: cache)
     runner = SimpleNamespace(kv_caches=[True, True, False])
 
-    def run() -> Any:
+    def run():
         return verify.around_initialize_kv_cache(
             lambda *given, **named: (given, named), runner, args, kwargs
         )

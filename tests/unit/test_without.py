@@ -1,7 +1,6 @@
 """Rows left out of an engine: each has a look or a reason, and what was seen is told apart."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from packaging.version import Version
@@ -22,7 +21,7 @@ def test_every_row_of_the_newest_release_has_an_entry_and_no_other():
     assert sorted(ROWS) == sorted(IN_FORCE)
 
 
-def looked(row: str) -> list[Look]:
+def looked(row):
     return [
         next(look for look in ROWS[row].looks if (look.load, list(look.also)) == was)
         for was in ((one["load"], one["also"]) for one in RECORDED.get(row, ()))
@@ -59,11 +58,11 @@ def test_the_result_says_where_it_comes_from():
 STARTED = f"{without.STARTED}\n"
 
 
-def ended(code: int = 0, log: str = "", **result: Any) -> Finished:
+def ended(code=0, log="", **result):
     return Finished(code, STARTED + log if result else log, result)
 
 
-def rounds(*tokens: int, cached: int = 640, **more: Any) -> Finished:
+def rounds(*tokens, cached=640, **more):
     records = [{"tokens": [token], "cached": cached} for token in tokens]
     return ended(rounds=[records], **more)
 
@@ -129,7 +128,7 @@ def test_what_is_seen(whole, less, seen):
     assert compare(whole, less, LOAD) == seen
 
 
-def scenario(right: int = 40, wrong: int = 0, **more: Any) -> Finished:
+def scenario(right=40, wrong=0, **more):
     verdict = {"right": right, "wrong": wrong, "unknown": 0, **more}
     return ended(scenarios={"finish": verdict}, held_now=0, retired_now=0, charged=0, checked=[])
 

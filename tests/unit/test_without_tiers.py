@@ -1,7 +1,6 @@
 """Patches that do nothing unless secondary tiers are configured, which recorded runs rely on."""
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -18,7 +17,7 @@ ROWS = [one for one in EVERY if one.only_with == WITH_TIERS]
 CALLED = {one.id: one.wrapper for one in ROWS if not one.target.startswith(OF_TIERS)}
 
 
-def config(**extra: Any) -> Any:
+def config(**extra):
     transfer = SimpleNamespace(
         kv_connector="OffloadingConnector",
         kv_connector_module_path=None,
@@ -30,7 +29,7 @@ def config(**extra: Any) -> Any:
 class Core(SimpleNamespace):
     """An engine core, a planner and what they have without tiers."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         request = SimpleNamespace(request_id="1", num_preemptions=0)
         status = SimpleNamespace(req_context=SimpleNamespace())
         super().__init__(
