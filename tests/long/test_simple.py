@@ -78,7 +78,7 @@ def test_lazy_mode_serves_what_eager_mode_serves_and_stores_less(engine, capsys)
 def test_a_common_prefix_is_there_after_the_device_lost_it(engine, mode):
     ended = engine(replace(PRESSED, simple=mode))
     assert_same_round(ended.round(4), ended.round(2))
-    # What is evicted while its lazy store is under way is computed again, as with plain vLLM.
+    # Lazy mode is best effort: under load a copy may not be there when its block is evicted.
     found = 320 if mode == "eager" else 256
     assert min(record["cached"] for record in ended.round(4)) >= found
 
