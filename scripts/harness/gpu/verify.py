@@ -10,8 +10,9 @@ from harness.gpu.seen import Job, Seen, vllm
 from harness.serve import workspace
 from kvpatch.verify import report, run
 
-# As large as the default, an engine of the host device would take minutes to be filled.
-ON_HOST = {"max-model-len": 4096, "max-num-seqs": 8}
+# As large as the default, an engine of the host device would take minutes to be filled; and as
+# many to be compiled, which a GPU's is.
+ON_HOST = ("--max-model-len", "4096", "--max-num-seqs", "8", "--enforce-eager")
 
 
 def offloading(job: Job, seen: Seen) -> None:
@@ -26,8 +27,7 @@ def simple(job: Job, seen: Seen) -> None:
 
 def _verify(job: Job, seen: Seen, **environment: str) -> None:
     small = model.small(job)
-    sizes = [word for name, value in ON_HOST.items() for word in (f"--{name}", str(value))]
-    options = ["--kv-offloading-size", f"{job.tier_gib:g}", *(sizes if job.host else ())]
+    options = ["--kv-offloading-size", f"{job.tier_gib:g}", *(ON_HOST if job.host else ())]
     options += job.options
     with workspace() as folder:
         command = (*vllm(), "serve", small, *options)
