@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 _OPTION = "begun_by"
+_LATE = "NOT RUN, as its file did not begin in time"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -39,13 +40,11 @@ class _Files:
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
         file = item.nodeid.partition("::")[0]
         if not self._begun.setdefault(file, time.time() <= self._until):
-            pytest.skip("NOT RUN, as its file did not begin in time")
+            pytest.skip(_LATE)
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         skipped = terminalreporter.stats.get("skipped", ())
-        late = {
-            one.nodeid.partition("::")[0] for one in skipped if "begin in time" in str(one.longrepr)
-        }
+        late = {one.nodeid.partition("::")[0] for one in skipped if _LATE in str(one.longrepr)}
         for file in sorted(late):
             terminalreporter.write_line(
                 f"NOT RUN: {file}, as this machine is slow; it is run by: pytest {file}"
