@@ -231,7 +231,7 @@ def on_device(models: list[Model], device: int, left: int, page: int, beyond: in
     for one in models:
         if longest := one.shape.longest:
             needs = one.shape.on_device(longest, 1, page)
-            fits = left // needs
+            fits = max(0, left - beyond) // needs
             lines.append(f"  {one.name} alone: {fits} requests of {longest} tokens at a time")
             beside = left - needs
             if len(models) > 1 and beside < 0:
