@@ -8,8 +8,9 @@ prompts are asked in the same order:
 static parts                    vLLM's own offloading, an eighth of the device each, for good
 kvpatch balance --lend '*'      one device for all, an eighth as the first limit, beside the command
 
-First come, first served is no arm: kvcached's 16,000 tokens that an idle engine keeps are a hundredth
-of a real device, and here nearly half of it, so that a busy engine waits for ever. What counts are tokens that had to be computed, and processor time of all processes; seconds are of
+First come, first served is no arm: kvcached's 16,000 tokens that an idle engine keeps are a part of
+some hundredths of a real device, and nearly half of this one, so that a busy engine waits for ever.
+What counts are tokens that had to be computed, and processor time of all processes; seconds are of
 this machine.
 """
 
