@@ -302,6 +302,11 @@ def suspended_line(pid: int, state: State, engine: dict[str, Any]) -> str:
     return f"{line}; kvpatch resume {shlex.quote(pool)} {what}"
 
 
+FREE = (
+    "free memory on the device (kvpatch list; kvpatch suspend NAME, or kvpatch balance --lend '*')"
+)
+
+
 def waits_line(pid: int, engine: dict[str, Any]) -> str:
     """Return what an engine waits for, since when, and what to do."""
     line = (
@@ -317,11 +322,11 @@ def waits_line(pid: int, engine: dict[str, Any]) -> str:
         # An engine's last page may be less than whole.
         may_have_more = engine.get("most_bytes", math.inf) - limit >= device["page_bytes"]
     if not may_have_more:
-        return f"{line}, which is all it started with; free memory on the device, or end requests"
+        return f"{line}, which is all it started with; {FREE}, or end requests"
     pool = shlex.quote(engine.get("pool") or "NAME")
     return (
-        f"{line}; raise its limit (kvctl limit {pool} SIZE) up to what it started with, free "
-        "memory on the device, or end the requests: one may need more than the limit"
+        f"{line}; raise its limit (kvpatch limit {pool} SIZE) up to what it started with, {FREE}, "
+        "or end the requests: one may need more than the limit"
     )
 
 
