@@ -62,13 +62,19 @@ def check(
         return [TOPIC.problem(last, code=found[1] if found else "")]
     said = json.loads(done.stdout.splitlines()[-1])
     wrong = [
-        TOPIC.problem(masking.masked(what), remedy, code)
+        TOPIC.problem(masking.masked(explained(what, done.stdout + done.stderr)), remedy, code)
         for what, remedy, code in said["wrong"]
         if code not in known or not code
     ]
     warned = [TOPIC.warning(masking.masked(one)) for one in said["warnings"]]
     accepted = [TOPIC.ok(said["accepted"])] if said["accepted"] else []
     return [*accepted, *wrong, *warned]
+
+
+def explained(what: str, logged: str) -> str:
+    """Return what vLLM says is wrong, with the import that failed where it refers to its logs."""
+    failed = re.findall(r"(?:ModuleNotFound|Import)Error: .+", logged)
+    return f"{what} ({failed[-1]})" if "logs for more details" in what and failed else what
 
 
 def readable_only(settings: Mapping[str, str]) -> dict[str, str]:

@@ -60,3 +60,15 @@ def test_words_that_no_option_takes():
 def test_values_that_cannot_be_read_are_left_out():
     given = {"KVPATCH_IDLE": "soon", "KVPATCH_HOST_DEVICE": "1GiB", "KVCACHED_IPC_TIMEOUT": "x"}
     assert command.readable_only(given) == {"KVPATCH_HOST_DEVICE": "1GiB", "KVPATCH": "1"}
+
+
+def test_what_refers_to_logs_that_nobody_sees_has_the_import_that_failed():
+    what = (
+        "Model architectures ['A'] failed to be inspected. Please check the logs for more details."
+    )
+    logged = "ERROR [registry.py:9] ModuleNotFoundError: No module named 'torchvision'\nERROR more"
+    assert command.explained(what, logged) == (
+        f"{what} (ModuleNotFoundError: No module named 'torchvision')"
+    )
+    assert command.explained(what, "") == what
+    assert command.explained("it has no tokenizer", logged) == "it has no tokenizer"
