@@ -13,7 +13,9 @@ from typing import Any
 
 # Of K and of V of each layer, of models whose checkpoint asks for fp8 KV caches.
 SCALES = {"scaled": (0.05, 0.02), "scaled otherwise": (0.4, 0.15)}
-KINDS = (*SCALES, "llama", "sliding", "latent", "hybrid", "seeing", "two sizes", "draft", "eagle")
+STATES = (1, 2, 3)  # behind which layers an EAGLE-3 head reads them
+HEADS = ("eagle", "eagle3")  # that draft for llama
+KINDS = (*SCALES, "llama", "sliding", "latent", "hybrid", "seeing", "two sizes", "draft", *HEADS)
 # Of the weights of a draft model, in standard deviations of each: a third of its drafts is right.
 NOISE = 0.02
 IMAGE = 64  # pixels of a side, and tokens, of an image of the model that sees
@@ -69,8 +71,8 @@ def make_model(
     in turn, two groups, in bfloat16, the only type that vLLM's CPU kernels have. seeing:
     llama behind a vision tower; of those that vLLM has, one that needs no torchvision. two
     sizes: sliding-window and full attention in turn, whose heads and so pages differ in size.
-    draft: llama with noise, which drafts for it. eagle: a head that drafts for it. scaled,
-    scaled otherwise: llama with scales of an fp8 KV cache, as llm-compressor writes them.
+    draft: llama with noise, which drafts for it. eagle, eagle3: heads that draft for it.
+    scaled, scaled otherwise: llama with scales of an fp8 KV cache, as llm-compressor writes them.
 
     Returns:
         ``folder``; nothing is written when the model is already there.
@@ -96,10 +98,12 @@ def make_model(
     }
     config: Any
     kind_of_model: Any = transformers.AutoModelForCausalLM
-    if kind == "eagle":
+    if kind in HEADS:
         shape["num_hidden_layers"] = 1
-    if kind in ("llama", "draft", "eagle", *SCALES):
+    if kind in ("llama", "draft", *HEADS, *SCALES):
         config = transformers.LlamaConfig(head_dim=64, **shape)
+        if kind == "eagle3":
+            config.eagle_aux_hidden_state_layer_ids = list(STATES)
     elif kind == "sliding":
         config = transformers.Gemma3TextConfig(
             head_dim=64,
@@ -171,17 +175,18 @@ def make_model(
                 if weight.dim() > 1:
                     weight.add_(torch.randn_like(weight), alpha=NOISE * float(weight.std()))
     model.save_pretrained(folder)
-    if kind == "eagle":
-        leave_the_head(folder)
+    if kind in HEADS:
+        leave_the_head(folder, states=len(STATES) if kind == "eagle3" else 0)
     elif kind in SCALES:
         add_scales(folder, *SCALES[kind])
     return folder
 
 
-def leave_the_head(folder: Path) -> None:
-    """Make a saved model of one layer an EAGLE head, which reads the model's last state.
+def leave_the_head(folder: Path, states: int) -> None:
+    """Make a saved model of one layer an EAGLE head, which reads states of the model.
 
-    It adds a little to that state, so that it mostly drafts the token before once more.
+    It adds a little to the last one, so that it mostly drafts the token before once more. EAGLE-3
+    reads so many states, of which ``fc`` makes one, and the token's embedding in its attention.
     """
     import torch
     from safetensors.torch import load_file, save_file
@@ -189,10 +194,18 @@ def leave_the_head(folder: Path) -> None:
     weights = {
         name.removeprefix("model."): weight * (0.1 if "o_proj" in name or "down" in name else 1)
         for name, weight in load_file(folder / "model.safetensors").items()
-        if ".layers." in name and "input_layernorm" not in name
+        if ".layers." in name and (states or "input_layernorm" not in name)
     }
     size = weights["layers.0.self_attn.o_proj.weight"].shape[0]
     weights["fc.weight"] = torch.cat([torch.zeros(size, size), torch.eye(size)], dim=1)
+    if states:
+        weights = {name.replace("layers.0", "midlayer"): one for name, one in weights.items()}
+        for name in ("q_proj", "k_proj", "v_proj"):
+            name = f"midlayer.self_attn.{name}.weight"
+            weights[name] = torch.cat([weights[name], weights[name].clone()], dim=1)
+        others = torch.zeros(size, (states - 1) * size)
+        weights["fc.weight"] = torch.cat([others, torch.eye(size)], dim=1)
+        weights["midlayer.hidden_norm.weight"] = weights["norm.weight"] = torch.ones(size)
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
 
 

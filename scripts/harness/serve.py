@@ -364,6 +364,11 @@ class Kind:
     arguments: dict[str, str]
     environment: dict[str, str]
 
+    @property
+    def engine(self) -> str:
+        """The kvcached name of its engine."""
+        return f"kvpatch-harness-{os.getpid()}-{self.slug}"
+
     def server(
         self, model: Path, folder: Path, logs: Path, port: int | None = None, wait: bool = True
     ) -> Server:
@@ -378,7 +383,7 @@ class Kind:
             VLLM_CONFIG_ROOT=str(temporary / "vllm"),
             # What torch compiles for the first request: 15 s of g++, kept for the next one.
             TORCHINDUCTOR_CACHE_DIR=str(CACHE / "torchinductor"),
-            KVCACHED_IPC_NAME=f"kvpatch-harness-{os.getpid()}-{self.slug}",
+            KVCACHED_IPC_NAME=self.engine,
         )
         return Server(
             model,

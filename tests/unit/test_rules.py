@@ -1012,7 +1012,7 @@ def test_drafts_that_were_compared_start(ran, method, feature, connector, v2):
     assert check(config(**made, **connector, **ONE_RANK, machine__vllm="0.32.0")) is None
 
 
-@pytest.mark.parametrize("method", ["medusa", "eagle3"])
+@pytest.mark.parametrize("method", ["medusa", "dflash"])
 def test_drafts_of_another_method_are_refused(ran, method):
     ran("ngram")
     made = config(speculative_config=SimpleNamespace(method=method), **ONE_RANK, **V2_OF_32)

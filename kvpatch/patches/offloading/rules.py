@@ -22,7 +22,13 @@ VALIDATED_SCHEDULERS = (
     "vllm.v1.core.sched.async_scheduler.AsyncScheduler",
 )
 # vLLM's methods of speculative decoding, by their names in the matrix.
-DRAFTING = {"ngram": "ngram", "draft_model": "draft model", "eagle": "EAGLE", "mtp": "mtp"}
+DRAFTING = {
+    "ngram": "ngram",
+    "draft_model": "draft model",
+    "eagle": "EAGLE",
+    "eagle3": "EAGLE-3",
+    "mtp": "mtp",
+}
 # Two stages of a pipeline: the name of their cells, by the ranks of each.
 STAGES = {1: "2 stages", 2: "2 stages of 2 ranks"}
 # Where windows have groups of their own by default.

@@ -4,6 +4,8 @@ pool     two engines that share a host pool, beside fixed halves and one LRU ove
          kvpatch's own keepers, extents and ledger (harness/balancing/host_pool.py)
 models   eight models, few of them busy, on a device for three: limits by ``kvpatch balance``,
          first come first served, static parts, one LRU (harness/balancing/many.py)
+engines  the same at a scale that eight served engines on the host device fit into, without
+         traces (harness/bench/eight_models.py)
 
 The traces are not in this repository; harness/balancing/traces.py says where they are.
 """
@@ -20,7 +22,7 @@ from typing import Any
 from harness import ROOT, console
 from harness.balancing import arms, host_pool, many, traces
 from harness.balancing.host_pool import GIB
-from harness.bench import reports
+from harness.bench import eight_models, reports
 
 RESULT = ROOT / "docs/results/sharing.json"
 # ``half`` and ``other half`` are of the coding sessions.
@@ -30,6 +32,7 @@ TURNS = (0, 10, 60, 300)  # seconds; 0: both at the same time
 BLOCK_BYTES = traces.BLOCK * (128 << 10)  # 32 layers and 8 KV heads of 128, as of Llama 3 8B
 LONGEST, PART = 60_000, 0.25
 MINUTES = 15
+PARTS = ("models", "pool", "engines")
 Result = dict[str, Any]
 
 
@@ -122,19 +125,26 @@ def _ratio(one: Result, other: Result) -> float:
 def main(arguments: list[str]) -> int:
     """Simulate, and write the result file."""
     parser = console.parser("scripts/bench sharing", __doc__ or "")
-    parser.add_argument("--coding", type=Path, required=True, help="folder of trace_*.json")
-    parser.add_argument("--mooncake", type=Path, required=True, help="folder of *_trace.jsonl")
+    parser.add_argument("--coding", type=Path, help="folder of trace_*.json")
+    parser.add_argument("--mooncake", type=Path, help="folder of *_trace.jsonl")
     parser.add_argument("--gib", type=int, nargs="+", default=SIZES, help="of the pool")
     parser.add_argument("--minutes", type=float, default=40, help="of each load of the pool")
-    parser.add_argument("--only", choices=("pool", "models"), action="append")
+    parser.add_argument("--only", choices=PARTS, action="append")
     parser.add_argument("--output", type=Path, default=RESULT, metavar="FILE")
     chosen = parser.parse_args(arguments)
+    if {*(chosen.only or PARTS)} - {"engines"} and not (chosen.coding and chosen.mooncake):
+        parser.error("pool and models need --coding and --mooncake")
     folders = (chosen.coding, chosen.mooncake)
     parts = {
         "models": partial(models, folders),
         "pool": partial(pool, folders, chosen.gib, chosen.minutes),
+        "engines": partial(eight_models.measured, console.Screen("eight engines")),
     }
-    command = "scripts/bench sharing --coding FOLDER --mooncake FOLDER"
-    command += f" --gib {' '.join(map(str, chosen.gib))} --minutes {chosen.minutes:g}"
+    command = "scripts/bench sharing"
+    if chosen.only == ["engines"]:
+        command += " --only engines"
+    else:
+        command += " --coding FOLDER --mooncake FOLDER"
+        command += f" --gib {' '.join(map(str, chosen.gib))} --minutes {chosen.minutes:g}"
     reports.measure(command, parts, chosen.only, chosen.output)
     return 0

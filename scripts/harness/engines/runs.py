@@ -43,12 +43,13 @@ SPECULATIONS: dict[str, dict[str, Any]] = {
     },
     "draft model": {"method": "draft_model", "model": "draft", "num_speculative_tokens": 3},
     "EAGLE": {"method": "eagle", "model": "eagle", "num_speculative_tokens": 3},
+    "EAGLE-3": {"method": "eagle3", "model": "eagle3", "num_speculative_tokens": 3},
     "mtp": {"method": "mtp", "num_speculative_tokens": 2},
 }
 # Those that read states of the model, for which vLLM computes the last block again.
-READ_STATES = ("EAGLE", "mtp")
+READ_STATES = ("EAGLE", "EAGLE-3", "mtp")
 # Layers of what drafts, which are in the blocks of the model's.
-DRAFTING = {"draft model": 4, "EAGLE": 1, "mtp": 1}
+DRAFTING = {"draft model": 4, "EAGLE": 1, "EAGLE-3": 1, "mtp": 1}
 
 
 @dataclass(frozen=True)

@@ -314,6 +314,7 @@ PAIRS = tuple(
             ("no prefix cache", "idle", "first limit"),
             ("mtp", "several ranks", "chunks", "fp8", "expert parallelism"),
             ("expert parallelism", "chunks", "fp8", "idle", "first limit"),
+            ("EAGLE-3", "several ranks", "chunks", "fp8", "idle", "first limit"),
         )
         for pair in (tuple(sorted((one, other))) for other in others)
     )
