@@ -7,7 +7,7 @@ import json
 import shlex
 from itertools import chain
 
-from kvpatch import distributions, gate, patches
+from kvpatch import distributions, gate, patches, supported
 from kvpatch import verdicts as verdicts_here
 from kvpatch.cli.columns import columns
 from kvpatch.matrix import tables, verdicts
@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
     if options.vllm not in (None, *matrix.releases):
         print(
             f"vLLM {options.vllm} is not known to this kvpatch, and does not start "
-            f"(KVP107); stay on one of {', '.join(matrix.releases)}, or read "
+            f"(KVP107); stay on vLLM {supported.in_ranges(supported.validated())}, or read "
             "docs/support-policy.md on how one may be tried"
         )
         return 2

@@ -228,12 +228,13 @@ def on_device(models: list[Model], device: int, left: int, page: int, beyond: in
         f"a device of {readable(device)}: {readable(left)}, which is {USABLE:.0%} without the "
         f"weights, for KV caches, {readable(beyond)} beyond blocks, activations and CUDA graphs"
     ]
+    for_blocks = max(0, left - beyond)
     for one in models:
         if longest := one.shape.longest:
             needs = one.shape.on_device(longest, 1, page)
-            fits = left // needs
+            fits = for_blocks // needs
             lines.append(f"  {one.name} alone: {fits} requests of {longest} tokens at a time")
-            beside = left - needs
+            beside = for_blocks - needs
             if len(models) > 1 and beside < 0:
                 lines.append(f"  {one.name} needs {readable(needs)}: lower its --max-model-len")
             elif len(models) > 1:

@@ -12,11 +12,13 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
-from kvpatch import rules
+from kvpatch import environ, model_shape, rules
+from kvpatch.environ import FIRST_LIMIT
 from kvpatch.refusal import CODES, Refusal
 from kvpatch.sizes import readable
 from kvpatch.status import record
@@ -85,7 +87,7 @@ def examined(words: Sequence[str]) -> dict[str, Any]:
         said["wrong"] += [(f"vLLM does not take it: {one}", "", "") for one in messages(error)]
         return said
     said["wrong"] += [(str(one), "", one.code) for one in broken(config, said["warnings"])]
-    said["wrong"] += disks(config, said["warnings"])
+    said["wrong"] += [*first_limit(config), *disks(config, said["warnings"])]
     if not said["wrong"]:
         said["accepted"] = summary(config)
     return said
@@ -215,6 +217,33 @@ def broken(config: Any, warnings: list[str]) -> list[Refusal]:
     if not found:
         warnings += rules.warnings(config, facts, every)
     return found
+
+
+def first_limit(config: Any) -> Iterator[Wrong]:
+    """Yield a first limit that is less than one request needs, as the engine says at its start.
+
+    By the model's shape, which counts no less than the engine takes; a part of a KV cache is not
+    known before the engine has one.
+    """
+    asked, model = FIRST_LIMIT.read(), config.model_config
+    size = environ.share(asked).size if asked else 0
+    if not size:
+        return
+    with suppress(model_shape.Unknown):
+        needed = model_shape.of(
+            model.hf_text_config.to_dict(),
+            block_tokens=config.cache_config.block_size or 16,
+            cache=str(config.cache_config.cache_dtype),
+            ranks=config.parallel_config.tensor_parallel_size,
+            dtype=str(model.dtype).removeprefix("torch."),
+        ).on_device(model.max_model_len)
+        if size < needed:
+            yield (
+                f"{FIRST_LIMIT} is {asked}, and a request of {model.max_model_len} tokens needs "
+                f"{readable(needed)}: it would wait for ever",
+                f"set {FIRST_LIMIT} to more than that, or a smaller --max-model-len",
+                "KVP424",
+            )
 
 
 def disks(config: Any, warnings: list[str]) -> Iterator[Wrong]:

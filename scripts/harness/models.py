@@ -205,7 +205,8 @@ def leave_the_head(folder: Path, states: int) -> None:
             weights[name] = torch.cat([weights[name], weights[name].clone()], dim=1)
         others = torch.zeros(size, (states - 1) * size)
         weights["fc.weight"] = torch.cat([others, torch.eye(size)], dim=1)
-        weights["midlayer.hidden_norm.weight"] = weights["norm.weight"] = torch.ones(size)
+        for name in ("midlayer.hidden_norm.weight", "norm.weight"):
+            weights[name] = torch.ones(size)
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
 
 

@@ -607,6 +607,17 @@ def test_errors_of_a_disk_are_counted_by_kind(on_disk, tmp_path, monkeypatch):
     assert one.tier.disk.errors == {"damaged": 1, "store": 1, "load": 1}
 
 
+def test_a_store_that_a_full_disk_had_no_room_for_is_counted_as_such(on_disk, monkeypatch):
+    one = on_disk(1)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "simulated")
+
+    monkeypatch.setattr(os, "replace", full)
+    one.store(2)
+    assert one.tier.disk.errors == {"full": 1}
+
+
 def test_a_look_for_files_that_fails_is_counted(on_disk, monkeypatch):
     one = on_disk(1)
 

@@ -66,6 +66,16 @@ def test_keys_that_vllm_ignores_are_a_warning(examine):
     )
 
 
+def test_a_first_limit_that_no_request_of_the_longest_length_fits(examine):
+    """Doctor's figure is the model's shape; the engine's own is of the pages that it has."""
+    found, code = examine("--kv-offloading-size", "1", KVPATCH_FIRST_LIMIT="8MiB")
+    (problem,) = problems(found)
+    assert (problem["code"], code) == ("KVP424", 1)
+    assert problem["what"].startswith(
+        "KVPATCH_FIRST_LIMIT is 8MiB, and a request of 2048 tokens needs 16 MiB: it would wait"
+    )
+
+
 def test_every_bad_value_at_once(examine):
     """Of options, of the configuration, of variables and of disks."""
     tiers = TIERS | {"secondary_tiers": [{"type": "p2p"}, {"type": "fs", "root_dir": "/proc/kv"}]}

@@ -14,6 +14,7 @@ from bench_results import cycle, host
 from harness import ROOT, markdown
 from harness.bench import (
     arms,
+    eight_models,
     engine_steps,
     loads,
     page,
@@ -60,6 +61,19 @@ def test_all_arms_have_the_same_budgets():
 def test_the_twin_is_the_same_arm_under_another_name():
     one, other = (arms.kind(arm, FULL, FULL.blocks, "x") for arm in (arms.KVPATCH, arms.TWIN))
     assert replace(other, name=one.name) == one
+
+
+def test_eight_models_are_asked_the_same_in_every_arm_and_each_prompt_fits_a_part():
+    asked = eight_models.load(1)
+    assert asked == eight_models.load(1)
+    assert {len(turn) for turn in asked} == {1, 2}  # busy at once
+    assert {model for turn in asked for model in turn} == set(range(eight_models.MODELS))
+    longest = max(len(one) for turn in asked for prompts in turn.values() for one in prompts)
+    (part,) = {
+        int(kind.arguments["num-gpu-blocks-override"]) for kind in eight_models.kinds(arms.STATIC)
+    }
+    assert longest + eight_models.ANSWER < part * BLOCK_TOKENS
+    assert part * eight_models.MODELS == eight_models.DEVICE + eight_models.KEPT
 
 
 def test_prompts_without_reuse_share_no_block_in_any_repeat():

@@ -465,7 +465,7 @@ def test_the_command_prints_what_is_recorded(run):
     )
     assert "three where each pair of them does (KVP376)" in done.out
     done = matrix("--vllm", "0.1.0")
-    assert (done.code, "stay on one of 0.12.0, " in done.out) == (2, True)
+    assert (done.code, "stay on vLLM 0.16.0 to " in done.out) == (2, True)
 
 
 def test_the_command_prints_the_outcome_of_each_patch(run):

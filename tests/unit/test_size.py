@@ -150,7 +150,7 @@ def test_the_command_says_what_fits_and_what_to_type(folder, capsys):
     assert "a page of kvcached up to 16 MiB" in out
     assert "8 requests of 1024 tokens: 32 MiB of the device, 32 MiB of the tier" in out
     assert "a tier of 1.0 GiB keeps 16384 blocks: 256 requests of 1024 tokens" in out
-    assert "chat alone: 60 requests of 16384 tokens at a time" in out
+    assert "chat alone: 56 requests of 16384 tokens at a time" in out
     assert (
         f"KVPATCH=1 KVCACHED_IPC_NAME=chat KVPATCH_FIRST_LIMIT=1945MiB vllm serve {chat} "
         "--port 8000 --kv-offloading-size 1"

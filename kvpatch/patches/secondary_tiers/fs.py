@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import time
 from collections.abc import Callable, Iterable
@@ -89,7 +90,15 @@ Lookups = PatientLookups if hasattr(LookupState, "generation") else FirstAnswers
 _UNTIMED = {"transfer_time": 0.0} if "transfer_time" in JobResult.__dataclass_fields__ else {}
 
 
-_KINDS: dict[type, str] = {Damaged: "damaged", Full: "full"}
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+
+
+def kind_of(error: Exception, what: str) -> str:
+    """Return what kept a job from its end, by the name of its counter; ``what`` without one."""
+    if isinstance(error, Damaged):
+        return "damaged"
+    no_room = isinstance(error, OSError) and error.errno in _NO_ROOM
+    return "full" if no_room or isinstance(error, Full) else what
 
 
 class TimedTasks:
@@ -124,7 +133,7 @@ class TimedTasks:
                 self._unanswered.run(question, task, moved)
         except Exception as error:
             gone = isinstance(error, FileNotFoundError) and what == "load" and self._folder.kept
-            self._disk.failed("gone" if gone else _KINDS.get(type(error), what))
+            self._disk.failed("gone" if gone else kind_of(error, what))
             raise
 
 

@@ -58,6 +58,7 @@ def render(results: Path) -> dict[str, str]:
         steps=found["steps"],
         steps_rows=list(steps_goals.rows(found["steps"] or {})),
         sharing_rows=list(steps_goals.sharing_rows(found["sharing"])) if found["sharing"] else [],
+        engines=(found["sharing"] or {}).get("engines"),
         limit=(found["suspend"] or {}).get("limit"),
         processes=_processes(found["host"]),
         runs=[one for name in SHOWN if found[name] for one in runs(name, found[name])],
