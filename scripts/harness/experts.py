@@ -9,10 +9,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from harness.models import make_tokenizer
+from harness.models import hybrid_shape, make_tokenizer
 
-KIND, LATENT = KINDS = ("experts", "latent experts")
+KIND, LATENT, HYBRID = KINDS = ("experts", "latent experts", "hybrid experts")
 LAYERS, EXPERTS, SEED = 4, 8, 7
+# Where others say how their experts are.
+OF_OTHERS = (
+    "n_routed_experts",
+    "n_shared_experts",
+    "first_k_dense_replace",
+    "moe_intermediate_size",
+)
 # Of the attention that vLLM's CPU backend has, as ``harness.models`` has it.
 LATENT_SHAPE = {
     "kv_lora_rank": 512,
@@ -31,7 +38,8 @@ def make_model(folder: Path, kind: str = KIND, kv_heads: int = 4) -> Path:
     Of its layers all but the first have experts, of which each token has two, and one more that all
     have. experts: GLM-4.5's architecture, grouped-query attention, one KV cache group; behind the
     last layer is one that drafts from the model's last state and the next token. latent experts:
-    DeepSeek-V2's, with the attention of ``harness.models``' latent.
+    DeepSeek-V2's, with the attention of ``harness.models``' latent. hybrid experts: its hybrid, all
+    of whose layers have experts.
 
     Returns:
         ``folder``; nothing is written when the model is already there.
@@ -62,6 +70,14 @@ def make_model(folder: Path, kind: str = KIND, kv_heads: int = 4) -> Path:
     if kind == LATENT:
         config: Any = transformers.DeepseekV2Config(
             num_hidden_layers=LAYERS, num_key_value_heads=8, **LATENT_SHAPE, **shape
+        )
+    elif kind == HYBRID:
+        config = transformers.GraniteMoeHybridConfig(
+            **hybrid_shape(LAYERS),
+            num_hidden_layers=LAYERS,
+            num_key_value_heads=kv_heads,
+            num_local_experts=EXPERTS,
+            **{name: value for name, value in shape.items() if name not in OF_OTHERS},
         )
     else:
         config = transformers.Glm4MoeConfig(

@@ -135,16 +135,9 @@ def make_model(
         )
     elif kind == "hybrid":
         config = transformers.GraniteMoeHybridConfig(
-            layer_types=["mamba", "attention"] * (layers // 2),
-            position_embedding_type="rope",
-            shared_intermediate_size=512,
+            **hybrid_shape(layers),
             num_local_experts=0,
             num_experts_per_tok=0,
-            mamba_n_heads=8,
-            mamba_d_head=64,
-            mamba_n_groups=1,
-            mamba_d_state=16,
-            mamba_chunk_size=64,
             pad_token_id=1,
             **shape,
         )
@@ -180,6 +173,20 @@ def make_model(
     elif kind in SCALES:
         add_scales(folder, *SCALES[kind])
     return folder
+
+
+def hybrid_shape(layers: int) -> dict[str, Any]:
+    """Return what makes a configuration one of Mamba2 and attention layers in turn."""
+    return {
+        "layer_types": ["mamba", "attention"] * (layers // 2),
+        "position_embedding_type": "rope",
+        "shared_intermediate_size": 512,
+        "mamba_n_heads": 8,
+        "mamba_d_head": 64,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 16,
+        "mamba_chunk_size": 64,
+    }
 
 
 def leave_the_head(folder: Path, states: int) -> None:

@@ -57,7 +57,7 @@ class Run:
     """One engine run, hashable so that tests that need the same one share it."""
 
     model: str = "llama"
-    experts: bool = False  # in its layers; a model of latent attention can have them
+    experts: bool = False  # in its layers; a model of latent attention and a hybrid can have them
     kv_heads: int = 4
     vllm: str = ""  # a release with an environment of its own; empty: the one in .venv
     runner: str = "v1"
@@ -166,7 +166,7 @@ def model_of(kind: str, kv_heads: int = 4, vllm: str = "") -> Path:
 
 def weights_name(run: Run) -> str:
     """The kind of the model of a run, as it is made."""
-    return experts.LATENT if run.experts else run.model
+    return f"{run.model} {experts.KIND}" if run.experts else run.model
 
 
 def weights_of(run: Run) -> Path:

@@ -283,7 +283,7 @@ SETTINGS = (
             },
             ("full attention",),
             since="0.30" if apart else "0.28",  # before, a CPU's experts choose by themselves
-            each=(LATENT,),
+            each=(LATENT, HYBRID),
         )
         for apart, name in EXPERTS.items()
     ),
