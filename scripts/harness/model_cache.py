@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -35,7 +36,7 @@ def make(
     Raises:
         HarnessError: it could not be made.
     """
-    partial = model.with_name(f"{model.name}-{os.getpid()}")
+    partial = model.with_name(f"{model.name}-{os.getpid()}-{threading.get_ident()}")
     try:
         made = subprocess.run(
             [python, "-m", module, str(partial), *options],
