@@ -326,6 +326,7 @@ PAIRS_OF_KINDS = {
         admitted.together(*pair)
         for pair in (
             ("chunks", "fp8"),
+            *((one, "several ranks") for one in ("chunks", "fp8", "idle", "first limit")),
             *(("idle", one) for one in ("chunks", "fp8")),
             *(("first limit", one) for one in ("chunks", "fp8")),
         )
