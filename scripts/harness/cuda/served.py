@@ -35,6 +35,8 @@ AT_ONCE = 2  # servers
 MODEL = "served"
 # The model's own dtype is float32, and the profile run is over all sequences.
 OPTIONS = ("--enforce-eager", "--dtype=bfloat16", "--max-num-seqs=4", "--max-model-len=2048")
+# Lazy mode stores what is next to be evicted: on a device that has little more than a request needs.
+LITTLE = ("--num-gpu-blocks-override=160",)
 LATE = ("--worker-extension-cls", "emu_device.Late")
 GIB = 1 << 30
 Round = tuple[str, int]  # a kind of delay, and a seed
@@ -51,6 +53,7 @@ def tiers(folder: Path) -> dict[str, tuple[str, ...]]:
         "Multi": connectors.multi(offloading, eager),
     }
     found = {name: ("--kv-transfer-config", json.dumps(one)) for name, one in others.items()}
+    found["Simple lazy"] += LITTLE
     return {"Offloading": ("--kv-offloading-size", "1"), **found}
 
 
