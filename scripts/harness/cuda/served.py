@@ -35,7 +35,7 @@ AT_ONCE = 2  # servers
 MODEL = "served"
 # The model's own dtype is float32, and the profile run is over all sequences.
 OPTIONS = ("--enforce-eager", "--dtype=bfloat16", "--max-num-seqs=4", "--max-model-len=2048")
-# Lazy mode stores what is next to be evicted: on a device that has little more than a request needs.
+# Lazy mode stores what is next to be evicted: on a device with little more than a request needs.
 LITTLE = ("--num-gpu-blocks-override=160",)
 LATE = ("--worker-extension-cls", "emu_device.Late")
 GIB = 1 << 30
