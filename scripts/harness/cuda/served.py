@@ -52,7 +52,9 @@ def tiers(folder: Path) -> dict[str, tuple[str, ...]]:
         "tiering fs": connectors.tiering(GIB // 8, [disk]),
         "Multi": connectors.multi(offloading, eager),
     }
-    found = {name: ("--kv-transfer-config", json.dumps(one)) for name, one in others.items()}
+    found: dict[str, tuple[str, ...]] = {
+        name: ("--kv-transfer-config", json.dumps(one)) for name, one in others.items()
+    }
     found["Simple lazy"] += LITTLE
     return {"Offloading": ("--kv-offloading-size", "1"), **found}
 
