@@ -36,7 +36,7 @@ MODEL = "served"
 # The model's own dtype is float32, and the profile run is over all sequences.
 OPTIONS = ("--enforce-eager", "--dtype=bfloat16", "--max-num-seqs=4", "--max-model-len=2048")
 # Lazy mode stores what is next to be evicted: on a device with little more than a request needs.
-LITTLE = ("--num-gpu-blocks-override=160",)
+LITTLE = ("--max-model-len=1024", "--num-gpu-blocks-override=128")
 LATE = ("--worker-extension-cls", "emu_device.Late")
 GIB = 1 << 30
 Round = tuple[str, int]  # a kind of delay, and a seed
