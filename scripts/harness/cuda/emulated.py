@@ -27,6 +27,7 @@ from harness.cuda.device import build
 MODULES = {"serve": "vllm.entrypoints.cli.main", "kvpatch": "kvpatch"}
 # The caller's own settings; KVPATCH is the harness's, which runs without kvpatch.
 _OF_CALLER = ("KVPATCH_", "KVCACHED_", "VLLM_")
+PLUGINS = "EMU_PLUGINS"  # the environment variable with a path for vLLM's plug-ins
 DELAYS = ("none", "random", "copies last", "compute last")
 
 
@@ -119,6 +120,8 @@ def main() -> int:
     own = {name: value for name, value in os.environ.items() if name.startswith(_OF_CALLER)}
     own |= {"EMU_DELAY": kind, "EMU_SEED": seed or "0", "KVPATCH_STAND_IN_GPUS": asked.devices}
     own["HF_HUB_OFFLINE"] = os.environ.get("HF_HUB_OFFLINE", "0")
+    if PLUGINS in os.environ:
+        own["PYTHONPATH"] = os.environ[PLUGINS]
     if asked.plain:
         own |= {"KVPATCH": "0", "ENABLE_KVCACHED": "false"}
     with tempfile.TemporaryDirectory(prefix="kvpatch-cuda-") as name:

@@ -18,6 +18,7 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import product
 from operator import ne
 from pathlib import Path
 from typing import Any
@@ -27,12 +28,15 @@ import psutil
 
 from harness import ROOT, connectors, console, provenance, releases
 from harness.cuda import campaign, device, emulated, environment
+from harness.engines import plugins
 from harness.engines.runs import model_of
+from harness.processes import SCRIPTS
 from kvpatch.verify.child import free_port
 
 LIMIT = 400  # seconds of a start
 AT_ONCE = 2  # servers
 MODEL = "served"
+PARALLEL, ENGINES = "Offloading, 2 engines", 2  # of one server, each on a device: data parallelism
 # The model's own dtype is float32, and the profile run is over all sequences.
 OPTIONS = ("--enforce-eager", "--dtype=bfloat16", "--max-num-seqs=4", "--max-model-len=2048")
 # Lazy mode stores what is next to be evicted: on a device with little more than a request needs.
@@ -56,7 +60,8 @@ def tiers(folder: Path) -> dict[str, tuple[str, ...]]:
         name: ("--kv-transfer-config", json.dumps(one)) for name, one in others.items()
     }
     found["Simple lazy"] += LITTLE
-    return {"Offloading": ("--kv-offloading-size", "1"), **found}
+    offload = ("--kv-offloading-size", "1")
+    return {"Offloading": offload, PARALLEL: (*offload, f"--data-parallel-size={ENGINES}"), **found}
 
 
 def prompts(number: int) -> list[list[int]]:
@@ -75,12 +80,19 @@ def seconds_of(process: psutil.Process) -> float:
     return total
 
 
-def answers(client: httpx.Client, number: int) -> list[tuple[list[int], int]]:
-    """Return the tokens of a round's answers, and how many of each prompt's were not computed."""
+def answers(client: httpx.Client, number: int, engines: int) -> list[tuple[list[int], int]]:
+    """Return the tokens of a round's answers, and how many of each prompt's were not computed.
+
+    Of each engine those of all prompts.
+    """
     found = []
-    for prompt in prompts(number):
+    for rank, prompt in product(range(engines), prompts(number)):
         asked = {"model": MODEL, "prompt": prompt, "max_tokens": 4, "temperature": 0}
-        said = client.post("/v1/completions", json=asked | {"return_token_ids": True}).json()
+        said = client.post(
+            "/v1/completions",
+            json=asked | {"return_token_ids": True},
+            headers={"X-data-parallel-rank": str(rank)} if engines > 1 else {},
+        ).json()
         cached = (said["usage"].get("prompt_tokens_details") or {}).get("cached_tokens", 0)
         found.append((said["choices"][0]["token_ids"], cached))
     return found
@@ -99,7 +111,11 @@ def reset(client: httpx.Client) -> None:
 
 
 def serve(
-    version: str, *words: str, rounds: list[Round], options: tuple[str, ...] = ()
+    version: str,
+    *words: str,
+    rounds: list[Round],
+    options: tuple[str, ...] = (),
+    engines: int = 1,
 ) -> dict[str, Any]:
     """Serve, and in each round answer, reset and answer again; return what came of it.
 
@@ -107,12 +123,20 @@ def serve(
         AssertionError: the server did not start; the end of its log.
     """
     port = free_port()
-    command = [str(ROOT / "scripts/cuda"), "--vllm", version, *options, "serve"]
+    command = [str(ROOT / "scripts/cuda"), "--vllm", version, f"--devices={engines}", *options]
+    command += ["serve"]
     command += [str(model_of("llama", 8)), "--served-model-name", MODEL, *OPTIONS, *LATE, *words]
     command += ["--port", str(port), "--enable-prompt-tokens-details"]
     settings = campaign.runner_of(version) | {"VLLM_SERVER_DEV_MODE": "1"}  # it has the reset
     found, restored = [], 0
-    with tempfile.TemporaryFile("w+") as log, httpx.Client(timeout=120) as client:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        tempfile.TemporaryFile("w+") as log,
+        httpx.Client(timeout=120) as client,
+    ):
+        if engines > 1:
+            lifted = plugins.install(Path(folder), plugins.lift_data_parallel.__name__)
+            settings |= {emulated.PLUGINS: os.pathsep.join([lifted, str(SCRIPTS)])}
         client.base_url = httpx.URL(f"http://127.0.0.1:{port}")
         begun = time.monotonic()
         process = subprocess.Popen(
@@ -137,7 +161,7 @@ def serve(
                 late = {"method": "be_late", "args": [emulated.DELAYS.index(kind), seed]}
                 client.post("/collective_rpc", json=late).raise_for_status()
                 for again in (False, True):
-                    given = answers(client, number)
+                    given = answers(client, number, engines)
                     found += [tokens for tokens, _ in given]
                     restored += again * sum(cached for _, cached in given)
                     reset(client)
@@ -156,6 +180,17 @@ def serve(
         "first token seconds": round(first, 1),
         "first token processor seconds": round(used, 1),
     }
+
+
+def engines_of(name: str) -> int:
+    """Return how many engines the server of a name has."""
+    return ENGINES if name == PARALLEL else 1
+
+
+def of_each(expected: list[list[int]], engines: int) -> list[list[int]]:
+    """Return the answers of one engine as those of several, which are asked one after another."""
+    asked = [list(one) for one in zip(*[iter(expected)] * len(prompts(0)), strict=True)]
+    return [tokens for one in asked for _ in range(engines) for tokens in one]
 
 
 def bytes_of(version: str) -> int:
@@ -202,13 +237,15 @@ def main() -> int:
                 name: tiers(Path(folder, name))[name] for name in asked.engines or tiers(Path())
             }
             served = {
-                name: pool.submit(serve, version, *more, rounds=rounds)
+                name: pool.submit(serve, version, *more, rounds=rounds, engines=engines_of(name))
                 for name, more in words.items()
             }
             expected = plain.result()["answers"]
             for name, one in served.items():
                 row = one.result() | of_release
-                row["wrong answers"] = sum(map(ne, row.pop("answers"), expected))
+                answered = row.pop("answers")
+                row["wrong answers"] = sum(map(ne, answered, of_each(expected, engines_of(name))))
+                row["wrong answers"] += abs(len(answered) - engines_of(name) * len(expected))
                 print(version, name, json.dumps(row), flush=True)
                 wrong |= bool(
                     row["wrong answers"] or row["complaints"] or not row["restored tokens"]

@@ -67,6 +67,13 @@ def lift_host_pool() -> None:
     record.lifted |= {"KVP344"}
 
 
+def lift_data_parallel() -> None:
+    """Let several engines of a server start on GPUs, which is refused (KVP374)."""
+    from kvpatch.status import record
+
+    record.lifted |= {"KVP374"}
+
+
 def lift_what_did_not_run() -> None:
     """Let a server start with what is refused until it ran."""
     from kvpatch.status import record
