@@ -222,8 +222,8 @@ def broken(config: Any, warnings: list[str]) -> list[Refusal]:
 def first_limit(config: Any) -> Iterator[Wrong]:
     """Yield a first limit that is less than one request needs, as the engine says at its start.
 
-    By the model's shape, which counts no less than the engine takes; a part of a KV cache is not
-    known before the engine has one.
+    By the model's shape, without the page of block 0 that the engine counts too; a part of a KV
+    cache is not known before the engine has one.
     """
     asked, model = FIRST_LIMIT.read(), config.model_config
     size = environ.share(asked).size if asked else 0
