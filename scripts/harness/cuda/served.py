@@ -19,7 +19,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import product
-from operator import ne
 from pathlib import Path
 from typing import Any
 
@@ -243,9 +242,10 @@ def main() -> int:
             expected = plain.result()["answers"]
             for name, one in served.items():
                 row = one.result() | of_release
-                answered = row.pop("answers")
-                row["wrong answers"] = sum(map(ne, answered, of_each(expected, engines_of(name))))
-                row["wrong answers"] += abs(len(answered) - engines_of(name) * len(expected))
+                right = of_each(expected, engines_of(name))
+                row["wrong answers"] = sum(
+                    one != other for one, other in zip(row.pop("answers"), right, strict=True)
+                )
                 print(version, name, json.dumps(row), flush=True)
                 wrong |= bool(
                     row["wrong answers"] or row["complaints"] or not row["restored tokens"]
