@@ -344,14 +344,15 @@ class Refusal(RuntimeError):
     Attributes:
         opening: how the sentence begins.
         final: whether its process ends by it.
+        ways_out: the remedy, and kvpatch verify where that can lift it.
     """
 
     opening = "kvpatch refuses to start vLLM"
     final = True
 
     def __init__(self, what: str, why: str, remedy: str, code: str = UNCODED) -> None:
-        verify = VERIFY_IT if code in VERIFIABLE else ""
-        sentence = f"{self.opening}: {what}, because {why}; {remedy}{verify}. [{code}]"
+        self.ways_out = remedy + (VERIFY_IT if code in VERIFIABLE else "")
+        sentence = f"{self.opening}: {what}, because {why}; {self.ways_out}. [{code}]"
         # A quoted error may have several lines; the refusal must fit in one.
         super().__init__(" ".join(sentence.split()))
         self.what = what

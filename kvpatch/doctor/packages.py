@@ -13,7 +13,7 @@ from kvpatch.doctor import machine
 from kvpatch.doctor.finding import Finding, Topic
 from kvpatch.environ import ALLOW_VLLM
 from kvpatch.environ import HOST_DEVICE as HOST_DEVICE_SIZE
-from kvpatch.refusal import VERIFIABLE, VERIFY_IT, Refusal
+from kvpatch.refusal import Refusal
 from kvpatch.versions import Facts, Installed, installed
 
 TOPIC = Topic("packages")
@@ -80,8 +80,7 @@ def check_package(name: str, settings: Mapping[str, str], found: list[Finding]) 
 def refused(topic: Topic, refusal: Refusal) -> Finding:
     """Return a refusal that would stop vLLM as a finding."""
     what = f"{refusal.what}, because {refusal.why} [{refusal.code}]"
-    verify = VERIFY_IT if refusal.code in VERIFIABLE else ""
-    return topic.problem(what, refusal.remedy + verify, refusal.code)
+    return topic.problem(what, refusal.ways_out, refusal.code)
 
 
 def extension_files(package: str = "kvcached") -> tuple[Path, list[Path]] | None:
