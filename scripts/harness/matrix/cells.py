@@ -17,6 +17,7 @@ from packaging.version import Version
 from harness import experts
 from harness.engines.plugins import UNTIL_IT_RAN
 from harness.engines.runs import (
+    LATENTS,
     SPECULATIONS,
     Device,
     Run,
@@ -57,6 +58,7 @@ MODELS = {
     "full attention": "llama",
     "sliding window": "sliding",
     "latent attention": "latent",
+    "sparse attention": experts.INDEXED,
     "hybrid": "hybrid",
 }
 # By the name of the feature: the changes to the ``Run`` of kvpatch's engine and of plain vLLM's.
@@ -152,7 +154,11 @@ def _simple(mode: str, least: float) -> Trial:
     return Trial(
         {"simple": mode},
         rounds=(range(8), range(8), range(12)),
-        tiers={"llama": (180, 140), "sliding": (330, 140), "latent": (180, 140)},
+        tiers={
+            "llama": (180, 140),
+            "sliding": (330, 140),
+            **dict.fromkeys(LATENTS, (180, 140)),
+        },
         least=least,
     )
 
@@ -170,7 +176,7 @@ TRIALS = {
         tiers={
             "llama": (60, 96),
             "sliding": (60, 132),
-            "latent": (60, 96),
+            **dict.fromkeys(LATENTS, (60, 96)),
             "hybrid": (60, 140),
         },
         job={"watch": True},
@@ -346,7 +352,7 @@ class Engines:
             asynchronous=ahead and not SPECULATIONS.keys().isdisjoint(settings_of(cell)),
             **changes(cell),
         )
-        if kind in ("latent", "hybrid") and plain.model == experts.KIND:
+        if kind in (*LATENTS, "hybrid") and plain.model == experts.KIND:
             plain = replace(plain, model=kind, experts=True)
         plain = with_chunks(plain, cell)
         if plain.cache_dtype:

@@ -1,0 +1,210 @@
+"""Sparse latent attention (DeepSeek-V3.2's, GLM-5's) on a CPU, in torch: vLLM has it on GPUs alone.
+
+An indexer keeps one vector of each token in a KV cache of its own, and chooses the tokens that a
+token attends to. Both caches are vLLM's, of any stride, addressed by block and offset:
+
+    a block of latents        [tokens, kv_lora_rank + rope]
+    a block of the indexer's  [tokens, size + 4], bytes: float8_e4m3fn and, in float32, their scale
+
+Source: ``SparseAttnIndexer`` in ``vllm/model_executor/layers/sparse_attn_indexer.py``, and
+``XPUMLASparseImpl`` in ``vllm/v1/attention/backends/mla/xpu_mla_sparse.py``, of vLLM 0.33.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.attention.sparse_mla_attention import SharedTopkIndicesBuffer
+from vllm.model_executor.layers.sparse_attn_indexer import SparseAttnIndexer
+from vllm.model_executor.models import deepseek_v2
+from vllm.platforms.cpu import CpuPlatform
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    MLAAttentionImpl,
+    MultipleOf,
+)
+from vllm.v1.attention.backends.mla.indexer import DeepseekV32IndexerBackend
+
+FP8 = torch.float8_e4m3fn
+LARGEST = torch.finfo(FP8).max
+PATH = f"{__name__}.Backend"
+
+
+@dataclass
+class Metadata(AttentionMetadata):  # type: ignore[misc]
+    """Of a step, what both attend by; all its tokens count as decoded, as on Intel's GPUs."""
+
+    slot_mapping: Any
+    block_table: Any
+    requests: list[tuple[int, int, int]]  # the first token of each, the one behind its last, length
+    num_decodes: int
+    num_decode_tokens: int
+    num_actual_tokens: int
+    num_prefills: int = 0
+
+    def rows(self, cache: Any, request: int, chosen: Any) -> Any:
+        """Return the rows of a cache that a request has of its ``chosen`` tokens."""
+        size = cache.shape[1]
+        blocks = self.block_table[request].long()
+        return cache[blocks[chosen // size], chosen % size]
+
+
+class Builder(AttentionMetadataBuilder[Metadata]):  # type: ignore[misc]
+    """Of both caches."""
+
+    def __init__(self, *args: Any, block_table_width: int = 0, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+
+    def build(self, common_prefix_len: int, common: Any, fast_build: bool = False) -> Metadata:
+        starts, lengths = common.query_start_loc_cpu.tolist(), common.seq_lens.tolist()
+        return Metadata(
+            common.slot_mapping,
+            common.block_table_tensor,
+            [(*ends, length) for *ends, length in zip(starts, starts[1:], lengths, strict=False)],
+            common.num_reqs,
+            common.num_actual_tokens,
+            common.num_actual_tokens,
+        )
+
+
+class IndexerBackend(DeepseekV32IndexerBackend):  # type: ignore[misc]
+    """Of the indexer's cache, in blocks of any size."""
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
+        return [MultipleOf(1)]
+
+    @staticmethod
+    def get_builder_cls() -> type[Any]:
+        return Builder
+
+
+class Attention(MLAAttentionImpl[Metadata], SharedTopkIndicesBuffer):  # type: ignore[misc]
+    """To the tokens that an indexer chose, all of a step in the latent space."""
+
+    is_sparse = True
+    supports_dense_mha_prefill = False
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        *rest: Any,
+        indexer: Any = None,
+        topk_indices_buffer: Any = None,
+        **of_latents: Any,
+    ) -> None:
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.kv_lora_rank = of_latents["kv_lora_rank"]
+        self.kv_cache_dtype = of_latents["kv_cache_dtype"]
+        self.init_topk_indices_buffer(indexer, topk_indices_buffer)
+
+    def record_logical_topk_ready(self) -> None:
+        """There is one stream."""
+
+    def do_kv_cache_update(
+        self, latents: Any, rope: Any, cache: Any, slots: Any, *rest: Any, **more: Any
+    ) -> None:
+        if cache.numel():
+            write(cache, slots, torch.cat([latents, rope.squeeze(1)], dim=-1).to(cache.dtype))
+
+    def forward_mqa(self, q: Any, cache: Any, metadata: Metadata, layer: Any) -> tuple[Any, None]:
+        q = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
+        out = torch.zeros(q.shape[0], q.shape[1], self.kv_lora_rank, dtype=q.dtype)
+        for request, (begin, end, _) in enumerate(metadata.requests):
+            for token in range(begin, end):
+                chosen = self.topk_indices_buffer[token]
+                rows = metadata.rows(cache, request, chosen[chosen >= 0].long()).float()
+                weights = torch.softmax((q[token].float() @ rows.T) * self.scale, dim=-1)
+                out[token] = (weights @ rows[:, : self.kv_lora_rank]).to(q.dtype)
+        return out, None
+
+
+class Backend(AttentionBackend):  # type: ignore[misc]
+    """Of the latents' cache; its name is that of vLLM's other one, which engines ask for."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "CPU_MLA"
+
+    @staticmethod
+    def get_impl_cls() -> type[Attention]:
+        return Attention
+
+    @staticmethod
+    def get_builder_cls() -> type[Builder]:
+        return Builder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
+        return [MultipleOf(1)]
+
+    @classmethod
+    def is_mla(cls) -> bool:
+        return True
+
+    @classmethod
+    def is_sparse(cls) -> bool:
+        return True
+
+
+def write(cache: Any, slots: Any, rows: Any) -> None:
+    """Write rows of tokens into a cache; a slot of -1 is padding."""
+    slots = slots.flatten().long()
+    used = slots >= 0
+    size = cache.shape[1]
+    cache[slots[used] // size, slots[used] % size] = rows[: len(slots)][used]
+
+
+def choose(self: Any, hidden_states: Any, q: Any, k: Any, weights: Any) -> Any:
+    """Store the keys of a step, and choose for each of its tokens those that it attends to.
+
+    Args:
+        self: a ``SparseAttnIndexer``.
+        hidden_states: unused.
+        q: ``[tokens, heads, size]``.
+        k: ``[tokens, size]``.
+        weights: ``[tokens, heads]``, of a token's heads.
+    """
+    chosen = self.topk_indices_buffer
+    found = get_forward_context().attn_metadata
+    if not isinstance(found, dict):  # vLLM measures
+        return chosen
+    metadata, cache = found[self.k_cache.prefix], self.k_cache.kv_cache
+    scale = (k.float().abs().amax(-1, keepdim=True) / LARGEST).clamp(min=1e-10)
+    parts = ((k.float() / scale).to(FP8).view(torch.uint8), scale.contiguous().view(torch.uint8))
+    write(cache, metadata.slot_mapping, torch.cat(parts, dim=-1))
+    chosen[: metadata.num_decode_tokens] = -1
+    for request, (begin, end, length) in enumerate(metadata.requests):
+        rows = metadata.rows(cache, request, torch.arange(length))
+        keys = rows[:, : self.head_dim].contiguous().view(FP8).float()
+        keys = keys * rows[:, self.head_dim :].contiguous().view(torch.float32)
+        for token in range(begin, end):
+            seen = keys[: length - end + token + 1]
+            scores = weights[token].float() @ torch.relu(q[token].float() @ seen.T)
+            best = scores.topk(min(self.topk_tokens, len(seen))).indices.sort().values
+            chosen[token, : len(best)] = best.int()
+    return chosen
+
+
+def unquantised(q: Any, *rest: Any, **more: Any) -> tuple[Any, Any]:
+    """Return queries as they are, and scales of 1."""
+    return q, torch.ones(*q.shape[:-1], 1)
+
+
+def install() -> None:
+    """Let vLLM's CPU build run models of sparse latent attention, on one thread or several."""
+    original = CpuPlatform.get_attn_backend_cls.__func__
+
+    def backend(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        config = kwargs.get("attn_selector_config") or args[1]
+        return PATH if config.use_sparse else original(cls, *args, **kwargs)
+
+    CpuPlatform.get_attn_backend_cls = classmethod(backend)
+    SparseAttnIndexer.forward_cpu = choose
+    deepseek_v2.DeepseekV32IndexerCache.get_attn_backend = lambda self: IndexerBackend
+    deepseek_v2.per_token_group_quant_fp8 = unquantised
