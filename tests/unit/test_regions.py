@@ -107,6 +107,14 @@ def test_fp8_starts_where_it_was_compared(release, version, layer, starts):
         check_kinds(plan(spec("FullAttentionSpec"), layer))
 
 
+@pytest.mark.parametrize(("role", "starts"), [("INDEXER", True), ("SPARSE", False)])
+def test_an_indexers_keys_are_bytes(role, starts):
+    keys = spec("MLAAttentionSpec", dtype="torch.uint8", cache_role=SimpleNamespace(name=role))
+    refused = nullcontext() if starts else pytest.raises(Refusal, match="KVP418")
+    with refused:
+        check_kinds(plan(spec("MLAAttentionSpec"), keys))
+
+
 @pytest.mark.parametrize("at", [0, 1])
 def test_every_layer_of_a_group_counts(at):
     """vLLM groups layers of one type whose pages differ in size, with a spec for each."""
