@@ -82,9 +82,9 @@ MODELS = (
     Model("full attention", "LlamaForCausalLM"),
     Model("sliding window", "Gemma3ForCausalLM"),
     Model("latent attention", "DeepseekV2ForCausalLM", ("use_mla",), admitted=True),
-    Model("hybrid", "JambaForCausalLM", ("is_hybrid",), admitted=True),
     # Latent attention to tokens that an indexer chooses, whose keys have pages of another size.
     Model(SPARSE, "GlmMoeDsaForCausalLM", ("use_mla",), admitted=True, since="0.33"),
+    Model("hybrid", "JambaForCausalLM", ("is_hybrid",), admitted=True),
 )
 
 
