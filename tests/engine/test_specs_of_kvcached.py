@@ -1,12 +1,17 @@
-"""What kvcached takes of vLLM's descriptions of a KV cache: why KVP393 refuses DeepSeek-V4."""
+"""What kvcached takes of vLLM's descriptions of a KV cache.
+
+It takes none of DeepSeek-V4's windows, which KVP393 refuses, and pages of two sizes, as an indexer
+has them, only where a block is contiguous.
+"""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
+from kvcached.integration.vllm import model_runner_v2
 from kvcached.integration.vllm.model_runner_v2 import KVCachedConfigError, cache_geometry
 from vllm.v1.attention.backends.mla.sparse_swa import DeepseekV4SWACache
-from vllm.v1.kv_cache_interface import MLAAttentionSpec
+from vllm.v1.kv_cache_interface import MLAAttentionSpec, UniformTypeKVCacheSpecs
 
 BLOCKS = 4
 
@@ -32,8 +37,8 @@ def described(*specs):
     return SimpleNamespace(kv_cache_groups=groups, kv_cache_tensors=tensors, num_blocks=BLOCKS)
 
 
-def latents():
-    return MLAAttentionSpec(block_size=64, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
+def latents(size=576, dtype=torch.bfloat16):
+    return MLAAttentionSpec(block_size=64, num_kv_heads=1, head_size=size, dtype=dtype)
 
 
 def windows_of_latents():
@@ -53,3 +58,18 @@ def test_kvcached_takes_no_windows_of_latents():
     assert cache_geometry(described(latents())).page_bytes == latents().page_size_bytes
     with pytest.raises(KVCachedConfigError, match="SlidingWindowSpec, MLAAttentionSpec and"):
         cache_geometry(described(latents(), windows_of_latents()))
+
+
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_pages_of_two_sizes_need_contiguous_blocks(monkeypatch, contiguous):
+    monkeypatch.setattr(model_runner_v2, "CONTIGUOUS_LAYOUT", contiguous)
+    specs = {"layers.0": latents(), "layers.1": latents(132, torch.uint8)}
+    config = described(*specs.values())
+    group = UniformTypeKVCacheSpecs(block_size=64, kv_cache_specs=specs)
+    config.kv_cache_groups = [SimpleNamespace(kv_cache_spec=group, layer_names=list(specs))]
+    if contiguous:
+        both = sum(spec.page_size_bytes for spec in specs.values())
+        assert cache_geometry(config).page_bytes * 2 == both
+    else:
+        with pytest.raises(KVCachedConfigError, match="require uniform pages"):
+            cache_geometry(config)

@@ -30,8 +30,9 @@ def _latent(config: Any, facts: Facts) -> bool:
 
     Those of hybrid models are refused with these.
     """
-    kind = place.kind_of(config.model_config)
-    return kind in (place.LATENT, place.SPARSE) and not _ran_on_ranks(config, facts)
+    if place.kind_of(config.model_config) not in (place.LATENT, place.SPARSE):
+        return False
+    return not _windows_of_latents(config, facts) and not _ran_on_ranks(config, facts)
 
 
 def _windows_of_latents(config: Any, facts: Facts) -> bool:

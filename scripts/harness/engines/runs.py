@@ -197,9 +197,10 @@ ROOM = {
 def block_tokens(run: Run) -> int:
     """Tokens of one block of a run; of bytes four times as many, which are as long.
 
-    A hybrid's block is as large as a state: of bytes it has as many tokens of twice the heads.
+    A hybrid's block is as large as a state: of bytes it has as many tokens of twice the heads. Of
+    latent attention a CPU has one size.
     """
-    fp8 = (run.cache_dtype or run.model in SCALES) and run.model != "hybrid"
+    fp8 = (run.cache_dtype or run.model in SCALES) and run.model not in TOKENS
     return TOKENS.get(run.model, BLOCK) * (4 if fp8 else 1)
 
 
@@ -207,13 +208,14 @@ def block_bytes(run: Run) -> int:
     """Bytes of one block of a run, all layers, also of what drafts.
 
     K and V of heads of 64 float32, or of four times the tokens in fp8; what all heads share, 512
-    and 64, with what an indexer keeps, 128 bytes and a scale; or, in bfloat16, K and V of heads of
-    32.
+    and 64, in fp8 with scales and bfloat16, and what an indexer keeps, 128 bytes and a scale; or,
+    in bfloat16, K and V of heads of 32.
     """
     model, kv_heads = run.model, run.kv_heads
     if model in LATENTS:
+        latents = 512 + 4 * 4 + 2 * 64 if run.cache_dtype else 4 * (512 + 64)
         indexed = 128 + 4 if model == experts.INDEXED else 0
-        return 4 * TOKENS[model] * ((512 + 64) * 4 + indexed)
+        return 4 * TOKENS[model] * (latents + indexed)
     if model == "hybrid":
         return 2 * TOKENS[model] * kv_heads * 32 * 2 * (1 if run.cache_dtype else 2)
     pools = (2 if run.groups_windows else 4) + DRAFTING.get(run.speculation, 0)

@@ -4,7 +4,10 @@ An indexer keeps one vector of each token in a KV cache of its own, and chooses 
 token attends to. Both caches are vLLM's, of any stride, addressed by block and offset:
 
     a block of latents        [tokens, kv_lora_rank + rope]
-    a block of the indexer's  [tokens, size + 4], bytes: float8_e4m3fn and, in float32, their scale
+                 in fp8_ds_mla [tokens, 656], bytes: 512 values, a scale for each 128, and the rope
+    a block of the indexer's  [tokens, size + 4], bytes: values and their scale
+
+Values in bytes are float8_e4m3fn, their scales float32, and the rope beside them is bfloat16.
 
 Source: ``SparseAttnIndexer`` in ``vllm/model_executor/layers/sparse_attn_indexer.py``, and
 ``XPUMLASparseImpl`` in ``vllm/v1/attention/backends/mla/xpu_mla_sparse.py``, of vLLM 0.33.
@@ -31,6 +34,7 @@ from vllm.v1.attention.backends.mla.indexer import DeepseekV32IndexerBackend
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max
 PATH = f"{__name__}.Backend"
+DS_MLA, TILE = "fp8_ds_mla", 128  # vLLM's name of what is packed, and values of a scale
 
 
 @dataclass
@@ -109,8 +113,22 @@ class Attention(MLAAttentionImpl[Metadata], SharedTopkIndicesBuffer):  # type: i
     def do_kv_cache_update(
         self, latents: Any, rope: Any, cache: Any, slots: Any, *rest: Any, **more: Any
     ) -> None:
-        if cache.numel():
-            write(cache, slots, torch.cat([latents, rope.squeeze(1)], dim=-1).to(cache.dtype))
+        if not cache.numel():
+            return
+        rope = rope.squeeze(1)
+        if self.kv_cache_dtype == DS_MLA:
+            rows = torch.cat([packed(latents), as_bytes(rope.bfloat16())], dim=-1)
+        else:
+            rows = torch.cat([latents, rope], dim=-1).to(cache.dtype)
+        write(cache, slots, rows)
+
+    def latents(self, rows: Any) -> Any:
+        """Return rows of the cache as ``[tokens, kv_lora_rank + rope]``, float32."""
+        if self.kv_cache_dtype != DS_MLA:
+            return rows.float()
+        ends = self.kv_lora_rank + 4 * (self.kv_lora_rank // TILE)
+        rope = rows[:, ends:].contiguous().view(torch.bfloat16)
+        return torch.cat([unpacked(rows[:, :ends], self.kv_lora_rank), rope.float()], dim=-1)
 
     def forward_mqa(self, q: Any, cache: Any, metadata: Metadata, layer: Any) -> tuple[Any, None]:
         q = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
@@ -118,18 +136,18 @@ class Attention(MLAAttentionImpl[Metadata], SharedTopkIndicesBuffer):  # type: i
         for request, (begin, end, _) in enumerate(metadata.requests):
             for token in range(begin, end):
                 chosen = self.topk_indices_buffer[token]
-                rows = metadata.rows(cache, request, chosen[chosen >= 0].long()).float()
+                rows = self.latents(metadata.rows(cache, request, chosen[chosen >= 0].long()))
                 weights = torch.softmax((q[token].float() @ rows.T) * self.scale, dim=-1)
                 out[token] = (weights @ rows[:, : self.kv_lora_rank]).to(q.dtype)
         return out, None
 
 
 class Backend(AttentionBackend):  # type: ignore[misc]
-    """Of the latents' cache; its name is that of vLLM's other one, which engines ask for."""
+    """Of the latents' cache; by its name vLLM packs it in fp8."""
 
     @staticmethod
     def get_name() -> str:
-        return "CPU_MLA"
+        return "FLASHMLA_SPARSE"
 
     @staticmethod
     def get_impl_cls() -> type[Attention]:
@@ -160,6 +178,24 @@ def write(cache: Any, slots: Any, rows: Any) -> None:
     cache[slots[used] // size, slots[used] % size] = rows[: len(slots)][used]
 
 
+def as_bytes(tensor: Any) -> Any:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def packed(values: Any) -> Any:
+    """Return values of ``[tokens, n]`` as bytes, with the scales of their tiles behind them."""
+    tiles = values.float().unflatten(-1, (-1, TILE))
+    scales = (tiles.abs().amax(-1, keepdim=True) / LARGEST).clamp(min=1e-10)
+    rows = (tiles / scales).to(FP8).flatten(1), scales.flatten(1)
+    return torch.cat([as_bytes(one) for one in rows], dim=-1)
+
+
+def unpacked(rows: Any, size: int) -> Any:
+    """Return the ``size`` values of each row that ``packed`` made, float32."""
+    values = rows[:, :size].contiguous().view(FP8).float().unflatten(-1, (-1, TILE))
+    return (values * rows[:, size:].contiguous().view(torch.float32).unsqueeze(-1)).flatten(1)
+
+
 def choose(self: Any, hidden_states: Any, q: Any, k: Any, weights: Any) -> Any:
     """Store the keys of a step, and choose for each of its tokens those that it attends to.
 
@@ -175,14 +211,10 @@ def choose(self: Any, hidden_states: Any, q: Any, k: Any, weights: Any) -> Any:
     if not isinstance(found, dict):  # vLLM measures
         return chosen
     metadata, cache = found[self.k_cache.prefix], self.k_cache.kv_cache
-    scale = (k.float().abs().amax(-1, keepdim=True) / LARGEST).clamp(min=1e-10)
-    parts = ((k.float() / scale).to(FP8).view(torch.uint8), scale.contiguous().view(torch.uint8))
-    write(cache, metadata.slot_mapping, torch.cat(parts, dim=-1))
+    write(cache, metadata.slot_mapping, packed(k))
     chosen[: metadata.num_decode_tokens] = -1
     for request, (begin, end, length) in enumerate(metadata.requests):
-        rows = metadata.rows(cache, request, torch.arange(length))
-        keys = rows[:, : self.head_dim].contiguous().view(FP8).float()
-        keys = keys * rows[:, self.head_dim :].contiguous().view(torch.float32)
+        keys = unpacked(metadata.rows(cache, request, torch.arange(length)), self.head_dim)
         for token in range(begin, end):
             seen = keys[: length - end + token + 1]
             scores = weights[token].float() @ torch.relu(q[token].float() @ seen.T)

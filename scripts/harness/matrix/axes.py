@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import product
+from itertools import combinations, product
 from types import SimpleNamespace
 from typing import Any
 
@@ -82,9 +82,9 @@ MODELS = (
     Model("full attention", "LlamaForCausalLM"),
     Model("sliding window", "Gemma3ForCausalLM"),
     Model("latent attention", "DeepseekV2ForCausalLM", ("use_mla",), admitted=True),
-    Model("hybrid", "JambaForCausalLM", ("is_hybrid",), admitted=True),
     # Latent attention to tokens that an indexer chooses, whose keys have pages of another size.
     Model(SPARSE, "GlmMoeDsaForCausalLM", ("use_mla",), admitted=True, since="0.33"),
+    Model("hybrid", "JambaForCausalLM", ("is_hybrid",), admitted=True),
 )
 
 
@@ -126,7 +126,10 @@ FEATURES = (
     Feature(NONE, {}, tuple(model.name for model in MODELS), admitted=False),
     # What kvpatch sees of fp8 is one byte for each value; which of the two it is the kernels know.
     Feature(
-        "fp8", {"cache_config.cache_dtype": "fp8"}, ("full attention", "hybrid"), admitted=False
+        "fp8",
+        {"cache_config.cache_dtype": "fp8"},
+        ("full attention", "hybrid", SPARSE),
+        admitted=False,
     ),
     Feature(
         "2 ranks",
@@ -338,10 +341,8 @@ PAIRS_OF_KINDS = {
     ),
     SPARSE: tuple(
         admitted.together(*pair)
-        for pair in (
-            *((one, "several ranks") for one in ("chunks", "idle", "first limit")),
-            *(("chunks", one) for one in ("idle", "first limit")),
-        )
+        for pair in combinations(("chunks", "fp8", "first limit", "idle", "several ranks"), 2)
+        if pair != ("first limit", "idle")
     ),
 }
 
