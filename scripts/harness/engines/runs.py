@@ -197,9 +197,11 @@ ROOM = {
 def block_tokens(run: Run) -> int:
     """Tokens of one block of a run; of bytes four times as many, which are as long.
 
-    A hybrid's block is as large as a state: of bytes it has as many tokens of twice the heads. Of
-    latent attention a CPU has one size.
+    A hybrid's block is as large as a state: of bytes it has as many tokens of twice the heads, or,
+    over ranks, twice the tokens. Of latent attention a CPU has one size.
     """
+    if run.model == "hybrid" and run.cache_dtype and run.ranks > 1:
+        return 2 * TOKENS[run.model]
     fp8 = (run.cache_dtype or run.model in SCALES) and run.model not in TOKENS
     return TOKENS.get(run.model, BLOCK) * (4 if fp8 else 1)
 
@@ -217,7 +219,7 @@ def block_bytes(run: Run) -> int:
         indexed = 128 + 4 if model == experts.INDEXED else 0
         return 4 * TOKENS[model] * (latents + indexed)
     if model == "hybrid":
-        return 2 * TOKENS[model] * kv_heads * 32 * 2 * (1 if run.cache_dtype else 2)
+        return 2 * block_tokens(run) * kv_heads * 32 * 2 * (1 if run.cache_dtype else 2)
     pools = (2 if run.groups_windows else 4) + DRAFTING.get(run.speculation, 0)
     return pools * BLOCK * kv_heads * 64 * 2 * 4
 

@@ -83,7 +83,7 @@ MODELS = (
     Model("sliding window", "Gemma3ForCausalLM"),
     Model("latent attention", "DeepseekV2ForCausalLM", ("use_mla",), admitted=True),
     # Latent attention to tokens that an indexer chooses, whose keys have pages of another size.
-    Model(SPARSE, "GlmMoeDsaForCausalLM", ("use_mla",), admitted=True, since="0.33"),
+    Model(SPARSE, "GlmMoeDsaForCausalLM", ("use_mla",), admitted=True, since="0.32"),
     Model("hybrid", "JambaForCausalLM", ("is_hybrid",), admitted=True),
 )
 

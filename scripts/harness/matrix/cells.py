@@ -364,7 +364,7 @@ class Engines:
             # Each rank has as large a block as one alone: the device's blocks fill a page, and all
             # that is asked does not fit into two.
             heads = plain.ranks * (HEADS if plain.cache_dtype else HEADS // 2)
-            plain = replace(plain, dtype="bfloat16", together=1, kv_heads=heads)
+            plain = replace(plain, dtype="bfloat16", together=1, kv_heads=min(HEADS, heads))
         feature = "" if cell.feature == NONE else f"-{cell.feature.replace(' ', '-')}"
         return plain, f"{cell.runner}-{kind}{feature}{'-ahead' if plain.asynchronous else ''}"
 
