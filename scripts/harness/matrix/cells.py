@@ -302,6 +302,9 @@ class Engines:
             pages = 2 if "first limit" in settings_of(cell) else 1
             least = pages * LEAST if ours.cache_dtype else 0
             ours = replace(ours, cpu_blocks=tier, blocks=max(blocks, least))
+        if (longer := block_tokens(ours) // block_tokens(replace(ours, ranks=1))) > 1:
+            # As many blocks, which are as large.
+            ours = replace(ours, cpu_blocks=longer * ours.cpu_blocks, blocks=longer * ours.blocks)
         if "host pool" in settings_of(cell):
             ours = replace(
                 ours, environment=(*ours.environment, (HOST_POOL.name, f"{POOL}@{_pool()}"))
