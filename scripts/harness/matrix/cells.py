@@ -191,6 +191,11 @@ TRIALS = {
 def trial_of(cell: Cell) -> Trial:
     """Return what the connector of a cell is asked."""
     trial = TRIALS[cell.connector]
+    longer = cell.model == "hybrid" and {"fp8", "several ranks"} <= {*settings_of(cell)}
+    if longer and cell.connector in ("tiering fs", "Simple eager"):
+        # Of as long blocks one page keeps what eight prompts left.
+        each = tuple(range(number, number + 1) for number in range(PROMPTS))
+        return replace(trial, rounds=each * 2, again=range(PROMPTS, 2 * PROMPTS))
     if (cell.connector, cell.model) == ("Simple eager", "hybrid"):
         # Loads of other prompts preempt one that is being computed, which is then computed in other
         # chunks: in bfloat16 its states have other last digits, as plain vLLM's in such chunks.
