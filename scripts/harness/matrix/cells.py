@@ -35,6 +35,7 @@ from harness.matrix.axes import TOGETHER, TRIED, settings_of
 from harness.matrix.recorded import LEVELS
 from harness.models import IMAGE
 from kvpatch import patches
+from kvpatch.admitted import SPARSE
 from kvpatch.environ import FIRST_LIMIT, HOST_POOL
 from kvpatch.matrix.verdicts import NONE, Cell
 from kvpatch.patches.offloading.connector_rules import SELF_DESCRIBING
@@ -47,6 +48,7 @@ PROMPTS, CACHED = 12, 640
 # where that block ends a chunk.
 CACHED_WITH_STATES = 512
 APART = 8  # prompts that are asked one at a time: more than a device of LEAST blocks can keep
+PACKED = 168  # blocks of ``BLOCK`` tokens that fill a page, of sparse attention in fp8
 LEAST = 128  # blocks of a device in fp8, of four times the tokens: kvcached maps a whole page
 # From here on kvcached has K and V of a layer in one page; before, twice the heads fill one each.
 IN_ONE_PAGE = Version("0.27")
@@ -58,7 +60,7 @@ MODELS = {
     "full attention": "llama",
     "sliding window": "sliding",
     "latent attention": "latent",
-    "sparse attention": experts.INDEXED,
+    SPARSE: experts.INDEXED,
     "hybrid": "hybrid",
 }
 # By the name of the feature: the changes to the ``Run`` of kvpatch's engine and of plain vLLM's.
@@ -191,9 +193,9 @@ TRIALS = {
 def trial_of(cell: Cell) -> Trial:
     """Return what the connector of a cell is asked."""
     trial = TRIALS[cell.connector]
-    longer = cell.model == "hybrid" and {"fp8", "several ranks"} <= {*settings_of(cell)}
-    if longer and cell.connector in ("tiering fs", "Simple eager"):
-        # Of as long blocks one page keeps what eight prompts left.
+    in_bytes = {"hybrid": {"fp8", "several ranks"}, SPARSE: {"fp8"}}.get(cell.model)
+    if in_bytes and in_bytes <= {*settings_of(cell)} and trial.tiers:
+        # One page keeps what eight prompts left.
         each = tuple(range(number, number + 1) for number in range(PROMPTS))
         return replace(trial, rounds=each * 2, again=range(PROMPTS, 2 * PROMPTS))
     if (cell.connector, cell.model) == ("Simple eager", "hybrid"):
@@ -301,12 +303,14 @@ class Engines:
             # A worker in a process of its own has vLLM's connectors only.
             ours = replace(ours, inside=tuple(one for one in ours.inside if one in OWN))
         room = "llama" if kind == "sliding" and not ours.groups_windows else kind
+        # Of a device of one page a first limit leaves too little for the longest request.
+        pages = 2 if "first limit" in settings_of(cell) else 1
         if room in trial.tiers:
             tier, blocks = trial.tiers[room]
-            # Of a device of one page a first limit leaves too little for the longest request.
-            pages = 2 if "first limit" in settings_of(cell) else 1
             least = pages * LEAST if ours.cache_dtype else 0
             ours = replace(ours, cpu_blocks=tier, blocks=max(blocks, least))
+        if ours.model == experts.INDEXED and ours.cache_dtype:
+            ours = replace(ours, blocks=pages * PACKED)
         if (longer := block_tokens(ours) // block_tokens(replace(ours, ranks=1))) > 1:
             # As many blocks, which are as large.
             ours = replace(ours, cpu_blocks=longer * ours.cpu_blocks, blocks=longer * ours.blocks)
