@@ -57,10 +57,11 @@ def test_every_recipe_is_asked_with_every_preset_and_variant(recipes):
 
 
 def test_a_refusal_has_its_code_and_its_basis(recipes):
-    mla = recipes.configuration(Recipe("zai-org/GLM-5.2", "default", "simple"), table.newest())
-    found = table.ask(mla, table.newest())
-    assert (found.code, found.basis) == ("KVP305", "not validated")
-    assert table.ask_suspended(mla, table.newest()) == found
+    spread = LLAMA._replace(strategy=DATA)
+    config = recipes.configuration(spread, table.newest())
+    found = table.ask(config, table.newest())
+    assert (found.code, found.basis) == ("KVP374", "not validated")
+    assert table.ask_suspended(config, table.newest()) == found
     windows = Recipe("deepseek-ai/DeepSeek-V4-Flash", "default", "simple")
     found = table.ask(recipes.configuration(windows, table.newest()), table.newest())
     assert (found.code, found.basis) == ("KVP393", "incompatible")
