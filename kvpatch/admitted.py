@@ -19,8 +19,9 @@ FILE = Path(__file__).with_name("admitted.json")
 
 Table = Mapping[str, Mapping[str, list[str]]]  # cells by feature and release
 # Kinds of model that start only in the cells that ran, by the names of the matrix' axis.
-LATENT, HYBRID = "latent attention", "hybrid"
-KINDS = ("", LATENT, HYBRID)  # what runs may have in common: all others, or one of these
+LATENT, SPARSE, HYBRID = "latent attention", "sparse attention", "hybrid"
+# What runs may have in common: all others, or one of these.
+KINDS = ("", LATENT, SPARSE, HYBRID)
 
 
 @cache
@@ -62,7 +63,7 @@ def ran_with(name: str, vllm: Installed, connectors: Iterable[str], model: str =
 def kind_of(connector: str, model: str = "") -> str:
     """Return a connector without its mode, with a kind of model that starts in its cells only."""
     kind = "Simple" if connector.startswith("Simple") else connector
-    return f"{kind} ({model})" if model in (LATENT, HYBRID) else kind
+    return f"{kind} ({model})" if model in KINDS[1:] else kind
 
 
 def together(one: str, other: str) -> str:

@@ -18,6 +18,8 @@ CACHES = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2", "bfloat16", "float16")  # of on
 _WINDOWED = ("sliding_attention", "chunked_attention", "local_attention")
 _STATES = ("linear_attention", "mamba", "mamba2")
 _NO_CACHE = ("mlp", "moe", "-", "E")
+_WHOLE = ("full_attention", "attention", "global_attention", "indexed_attention")
+_TILE = 128  # values in fp8 that have a scale together
 _PATTERN = {"M": "mamba", "*": "full_attention", "-": "mlp", "E": "moe"}  # of Nemotron-H
 
 
@@ -173,12 +175,13 @@ def of(
         computed = "bfloat16"  # as vLLM chooses
     stored_in = computed if cache == "auto" else cache
     element = BYTES.get(stored_in, 1)
+    if config.get("compress_rates") or config.get("compress_ratios"):
+        raise Unknown(f"{name} keeps windows of latents, which kvcached does not take")
     kinds = _kinds(config)
     longest = longest or int(_first(config, "max_position_embeddings", "n_positions") or 0)
-    latent = config.get("kv_lora_rank")
+    latent, indexed = config.get("kv_lora_rank"), config.get("index_topk")
     if latent:
-        rest = int(config.get("qk_rope_head_dim") or 0)
-        per_token = {FULL: (int(latent) + rest) * element}
+        per_token = {FULL: _latents(config, element)}
         kinds = {FULL: sum(kinds.values())} if WINDOW not in kinds and STATE not in kinds else kinds
     else:
         per_token = {kind: 2 * size * element for kind, size in _heads(config, ranks).items()}
@@ -203,7 +206,7 @@ def of(
         layers=layers,
         block_tokens=block_tokens,
         block_bytes=size * largest * block_tokens,
-        pools=size * (1 if latent else 2),
+        pools=size * (1 if latent and not indexed else 2),
         groups=tuple(groups),
         longest=longest,
         tier_ranks=1 if latent else ranks,
@@ -256,7 +259,7 @@ def _kinds(config: dict[str, Any]) -> dict[str, int]:
             kind = STATE
         elif one in _WINDOWED:
             kind = WINDOW
-        elif one in ("full_attention", "attention", "global_attention"):
+        elif one in _WHOLE:
             kind = FULL
         else:
             raise Unknown(f"layers of the type {one} are not known")
@@ -283,6 +286,21 @@ def _heads(config: dict[str, Any], ranks: int) -> dict[str, int]:
         wide_heads = int(config.get("num_global_key_value_heads") or kv_heads)
         found[FULL] = _of_rank(wide_heads, ranks) * int(wide)
     return found
+
+
+def _latents(config: dict[str, Any], element: int) -> int:
+    """Return the bytes of a token and layer of latent attention, with those of its indexer.
+
+    An indexer keeps bytes with a scale for each ``_TILE``. In fp8 vLLM packs the latents so, beside
+    the rest in bfloat16, where an indexer chooses among them.
+    """
+    latent, rest = int(config["kv_lora_rank"]), int(config.get("qk_rope_head_dim") or 0)
+    if not config.get("index_topk"):
+        return (latent + rest) * element
+    keys = int(config.get("index_head_dim") or _TILE)
+    packed = [size + size // _TILE * BYTES["float32"] for size in (latent, keys)]
+    latents = packed[0] + rest * BYTES["bfloat16"] if element == 1 else (latent + rest) * element
+    return latents + packed[1]
 
 
 def _of_rank(heads: int, ranks: int) -> int:

@@ -248,6 +248,11 @@ CODES = {
         "SimpleCPUOffloadConnector with the prefix cache disabled",
         "`test_simple_without_prefix_cache.py` in tests/engine",
     ),
+    "KVP393": _incompatible(
+        "a model that keeps sliding windows of latents (DeepSeek-V4)",
+        "`test_kvcached_takes_no_windows_of_latents` in tests/engine/test_specs_of_kvcached.py; "
+        "ovg-project/kvcached, cache_geometry in 0.1.6",
+    ),
     "KVP401": _incompatible(
         "the scheduler's block pool is not kvcached's", "ovg-project/kvcached#316"
     ),

@@ -17,6 +17,7 @@ from kvpatch.balance.event import Event
 from kvpatch.balance.options import Options, Wrong
 from kvpatch.balance.records import Move, Terms
 from kvpatch.balance.seen import Found
+from kvpatch.cli import verbs
 from kvpatch.control import Refused
 from kvpatch.sizes import readable
 
@@ -60,7 +61,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--every", metavar="TIME", help="time between two looks, 1s if not set")
     parser.add_argument("--config", metavar="FILE", type=Path, help="a TOML file with all of these")
-    parser.add_argument("--rounds", metavar="N", type=count, help="end after so many looks")
+    parser.add_argument("--rounds", metavar="N", type=verbs.count, help="end after so many looks")
     parser.add_argument("--json", action="store_true", help="print a JSON object per line")
     parser.epilog = (
         "NAME is an engine's kvcached name, the name of its model, or * for all without an own "
@@ -76,13 +77,6 @@ def named(text: str) -> tuple[str, str]:
     if not (name and equals and value):
         raise argparse.ArgumentTypeError(f"{text} is not NAME=VALUE")
     return name, value
-
-
-def count(text: str) -> int:
-    """Return a number of looks."""
-    if not text.isascii() or not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text} is no number above 0")
-    return int(text)
 
 
 def run(options_: argparse.Namespace) -> int:

@@ -3,27 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 
 from kvpatch import environ
 from kvpatch.cli import verbs
 from kvpatch.control import Answer, Engine
-from kvpatch.environ import Share
-
-
-def size(text: str) -> int:
-    """Return a size in bytes; argparse prints the sentence of this error, of no other."""
-    try:
-        return environ.size(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text}: {error}") from None
-
-
-def share(text: str) -> Share:
-    """Return a size in bytes, or a part of what the engine started with."""
-    try:
-        return environ.share(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text}: {error}") from None
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -32,7 +16,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument(
         "size",
-        type=share,
+        type=partial(verbs.said, environ.share),
         nargs="?",
         help="for example 8GiB, or 50%% of the KV cache that the engine started with",
     )

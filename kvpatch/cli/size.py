@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvpatch import environ, model_shape
-from kvpatch.cli import limit
+from kvpatch.cli.verbs import count, said
 from kvpatch.environ import (
     FIRST_LIMIT,
     HOST_DEVICE,
@@ -54,7 +54,7 @@ def _size(text: str) -> int:
     Raises:
         argparse.ArgumentTypeError: it is none, or as small as if its unit was forgotten.
     """
-    number = limit.size(text)
+    number = said(environ.size, text)
     if number < 1 << 20:
         raise argparse.ArgumentTypeError(f"{text} is {readable(number)}; use for example 64GiB")
     return number
@@ -67,14 +67,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--tier", type=_size, help="size of the CPU tier, for example 64GiB")
     parser.add_argument("--device", type=_size, help="memory of each device, for example 80GiB")
-    parser.add_argument("--requests", type=_count, metavar="N", help="requests at the same time")
-    parser.add_argument("--tokens", type=_count, metavar="N", help="tokens of each of them")
-    parser.add_argument("--max-model-len", type=_count, default=0, metavar="N", help="as of vLLM")
-    parser.add_argument("--block-size", type=_count, default=16, metavar="N", help="as of vLLM")
+    parser.add_argument("--requests", type=count, metavar="N", help="requests at the same time")
+    parser.add_argument("--tokens", type=count, metavar="N", help="tokens of each of them")
+    parser.add_argument("--max-model-len", type=count, default=0, metavar="N", help="as of vLLM")
+    parser.add_argument("--block-size", type=count, default=16, metavar="N", help="as of vLLM")
     parser.add_argument("--kv-cache-dtype", default="auto", metavar="TYPE", help="as of vLLM")
     parser.add_argument("--dtype", default="", help="as of vLLM")
     parser.add_argument(
-        "-tp", "--tensor-parallel-size", type=_count, default=1, metavar="N", help="as of vLLM"
+        "-tp", "--tensor-parallel-size", type=count, default=1, metavar="N", help="as of vLLM"
     )
     parser.add_argument("--json", action="store_true", help="print it as JSON")
     parser.epilog = (
@@ -82,12 +82,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "other processes have are not known, and are not counted. Exit status 2: a model's KV "
         "cache is not told from its configuration."
     )
-
-
-def _count(text: str) -> int:
-    if not (text.isascii() and text.isdecimal() and int(text)):
-        raise argparse.ArgumentTypeError(f"{text} is no number above 0")
-    return int(text)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+from functools import partial
 
 from kvpatch.cli import verbs
 from kvpatch.control import Answer, Engine
@@ -22,7 +23,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--whole", action="store_true", help="not if the CPU tier cannot keep every block"
     )
     parser.add_argument(
-        "--timeout", type=seconds, help="seconds after which the engine runs on as before"
+        "--timeout",
+        type=partial(verbs.said, seconds),
+        help="seconds after which the engine runs on as before",
     )
     parser.add_argument(
         "--plan", action="store_true", help="only say what would be kept and what lost"

@@ -6,13 +6,29 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from kvpatch import private
 from kvpatch.control import Answer, Engine, Refused, find
 from kvpatch.telemetry.printable import printable
 
 Verb = Callable[[Engine], Answer]
+_Value = TypeVar("_Value")
+
+
+def said(read: Callable[[str], _Value], text: str) -> _Value:
+    """Return what an option means; argparse prints the sentence of this error, of no other."""
+    try:
+        return read(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text}: {error}") from None
+
+
+def count(text: str) -> int:
+    """Return a number above 0 of an option."""
+    if not (text.isascii() and text.isdecimal() and int(text)):
+        raise argparse.ArgumentTypeError(f"{text} is no number above 0")
+    return int(text)
 
 
 def name_argument(parser: argparse.ArgumentParser) -> None:

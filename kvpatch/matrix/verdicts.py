@@ -23,7 +23,7 @@ NONE = "none"  # the feature of a cell with nothing turned on beside the connect
 CONNECTORS = ("Offloading", "Simple eager", "Simple lazy", "tiering fs", "Multi")
 RUNNERS = ("V1", "V2")
 LAYOUTS = ("contiguous", "non-contiguous")
-MODELS = ("full attention", "sliding window", "latent attention", "hybrid")
+MODELS = ("full attention", "sliding window", "latent attention", "sparse attention", "hybrid")
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,11 @@ from typing import Any
 
 from harness.models import hybrid_shape, make_tokenizer
 
-KIND, LATENT, HYBRID = KINDS = ("experts", "latent experts", "hybrid experts")
+KIND, LATENT, HYBRID = ("experts", "latent experts", "hybrid experts")
+INDEXED = "indexed"  # latent attention to ``CHOSEN`` tokens, without experts and with them
+SPARSE = (INDEXED, f"{INDEXED} {KIND}")
+KINDS = (KIND, LATENT, HYBRID, *SPARSE)
+CHOSEN = 256
 LAYERS, EXPERTS, SEED = 4, 8, 7
 # Where others say how their experts are.
 OF_OTHERS = (
@@ -39,7 +43,8 @@ def make_model(folder: Path, kind: str = KIND, kv_heads: int = 4) -> Path:
     have. experts: GLM-4.5's architecture, grouped-query attention, one KV cache group; behind the
     last layer is one that drafts from the model's last state and the next token. latent experts:
     DeepSeek-V2's, with the attention of ``harness.models``' latent. hybrid experts: its hybrid, all
-    of whose layers have experts.
+    of whose layers have experts. indexed, indexed experts: GLM-5's, whose indexers choose the
+    tokens of the same attention; the first is dense.
 
     Returns:
         ``folder``; nothing is written when the model is already there.
@@ -70,6 +75,19 @@ def make_model(folder: Path, kind: str = KIND, kv_heads: int = 4) -> Path:
     if kind == LATENT:
         config: Any = transformers.DeepseekV2Config(
             num_hidden_layers=LAYERS, num_key_value_heads=8, **LATENT_SHAPE, **shape
+        )
+    elif kind in SPARSE:
+        dense = 1 if KIND in kind else LAYERS
+        config = transformers.GlmMoeDsaConfig(
+            num_hidden_layers=LAYERS,
+            num_key_value_heads=8,
+            mlp_layer_types=["dense"] * dense + ["sparse"] * (LAYERS - dense),
+            index_topk=CHOSEN,
+            index_n_heads=4,
+            index_head_dim=128,
+            topk_method="noaux_tc",
+            scoring_func="sigmoid",
+            **LATENT_SHAPE | shape | {"q_lora_rank": 128, "first_k_dense_replace": dense},
         )
     elif kind == HYBRID:
         config = transformers.GraniteMoeHybridConfig(

@@ -96,6 +96,15 @@ def test_a_size_that_is_none_is_refused_with_what_to_write(capsys, text):
     )
 
 
+@pytest.mark.parametrize("text", ["0", "soon"])
+def test_a_timeout_that_is_none_gets_its_sentence(text, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["suspend", "chat", "--timeout", text])
+    assert ended.value.code == 2
+    said = f"{text}: it is not a number of seconds; use for example 10 or 0.5\n"
+    assert capsys.readouterr().err.endswith(said)
+
+
 @pytest.mark.parametrize("shell", completion.SHELLS)
 def test_completion_knows_every_command_and_option(capsys, shell):
     pytest.importorskip("shtab")

@@ -40,7 +40,7 @@ def test_a_recipe_is_resolved_to_what_vllm_would_read(recipes):
 def test_each_kind_of_model_has_its_place(recipes):
     kinds = {
         "nvidia/NVIDIA-Nemotron-Nano-9B-v2": place.HYBRID,
-        "deepseek-ai/DeepSeek-V4-Flash": place.LATENT,
+        "zai-org/GLM-5.2": place.SPARSE,
         "Qwen/Qwen3-32B": place.FULL,
     }
     for model, kind in kinds.items():
@@ -61,6 +61,9 @@ def test_a_refusal_has_its_code_and_its_basis(recipes):
     found = table.ask(mla, table.newest())
     assert (found.code, found.basis) == ("KVP305", "not validated")
     assert table.ask_suspended(mla, table.newest()) == found
+    windows = Recipe("deepseek-ai/DeepSeek-V4-Flash", "default", "simple")
+    found = table.ask(recipes.configuration(windows, table.newest()), table.newest())
+    assert (found.code, found.basis) == ("KVP393", "incompatible")
     assert table.ask(recipes.configuration(LLAMA, table.newest()), table.newest()).admitted
 
 
@@ -96,4 +99,3 @@ def test_what_deployments_turn_on_is_asked_of_the_rules():
     assert found["hybrid models"].admitted
     assert found["LoRA"].code == "KVP332"
     assert found["TP over two machines"].basis == "incompatible"
-    assert found["latent attention with an indexer, TP 4"].code == "KVP305"

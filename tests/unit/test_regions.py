@@ -107,6 +107,26 @@ def test_fp8_starts_where_it_was_compared(release, version, layer, starts):
         check_kinds(plan(spec("FullAttentionSpec"), layer))
 
 
+def bytes_of(role="", **more):
+    return spec(
+        "MLAAttentionSpec", dtype="torch.uint8", cache_role=SimpleNamespace(name=role), **more
+    )
+
+
+@pytest.mark.parametrize(
+    ("keys", "starts"),
+    [
+        (bytes_of("INDEXER"), True),
+        (bytes_of("SPARSE", cache_dtype_str="fp8_ds_mla"), True),
+        (bytes_of("SPARSE", cache_dtype_str="fp8"), False),
+    ],
+)
+def test_sparse_attention_packs_bytes(keys, starts):
+    refused = nullcontext() if starts else pytest.raises(Refusal, match="KVP418")
+    with refused:
+        check_kinds(plan(spec("MLAAttentionSpec"), keys))
+
+
 @pytest.mark.parametrize("at", [0, 1])
 def test_every_layer_of_a_group_counts(at):
     """vLLM groups layers of one type whose pages differ in size, with a spec for each."""

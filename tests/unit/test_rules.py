@@ -363,6 +363,12 @@ case(
     LATENT | V2_OF_34 | TWO_RANKS,
     LATENT | ONE_RANK | V2_OF_32 | {"model_config__hf_text_config": SimpleNamespace(index_topk=64)},
 )
+COMPRESSES = SimpleNamespace(index_topk=64, compress_rates={"compressed_sparse_attention": 4})
+case(
+    "KVP393",
+    "a KV connector is configured for JambaForCausalLM",
+    LATENT | ONE_RANK | V2_OF_32 | {"model_config__hf_text_config": COMPRESSES},
+)
 case(
     "KVP306",
     "the prefix cache is disabled while a KV connector is configured",

@@ -36,6 +36,14 @@ CONFIGS = {  # what transformers writes for the models of ``harness.models``
         "qk_rope_head_dim": 64,
         "head_dim": 64,
     },
+    "indexed": {
+        "architectures": ["GlmMoeDsaForCausalLM"],
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "index_topk": 256,
+        "index_head_dim": 128,
+        "layer_types": ["indexed_attention"] * 4,
+    },
     "hybrid": {
         "architectures": ["GraniteMoeHybridForCausalLM"],
         "layer_types": ["linear_attention", "full_attention"] * 2,
@@ -73,6 +81,17 @@ def test_ranks_divide_heads_and_not_what_all_heads_share():
     one, two = shape("latent"), shape("latent", ranks=2)
     assert two.block_bytes == one.block_bytes
     assert two.in_tier(160) == one.in_tier(160)
+
+
+def test_an_indexer_keeps_its_keys_beside_the_latents():
+    """As vLLM's own engines have it; in fp8 the latents are packed with their scales."""
+    dense, sparse, packed = shape("latent"), shape("indexed"), shape("indexed", cache="fp8")
+    assert sparse.block_bytes == dense.block_bytes + 4 * 16 * 132
+    assert packed.block_bytes == block_bytes(Run(model="indexed", cache_dtype="fp8"))
+    assert sparse.pools == 2 * dense.pools
+    windows = CONFIGS["indexed"] | {"compress_rates": {"compressed_sparse_attention": 4}}
+    with pytest.raises(model_shape.Unknown, match="which kvcached does not take"):
+        model_shape.of(SMALL | windows)
 
 
 def test_a_block_grows_until_a_state_fits():

@@ -33,6 +33,8 @@ VALIDATED_DTYPES = ("bfloat16", "float16", "float32")
 FP8_DTYPES = ("uint8", "float8_e4m3fn", "float8_e5m2")
 FP8_SPECS = ("FullAttentionSpec", "SlidingWindowSpec")
 FP8_MODES = ("NONE", "FP8_PER_TENSOR")  # of vLLM's ``KVQuantMode``
+DS_MLA = "fp8_ds_mla"  # of sparse attention: fp8 with scales, and what they do not scale, in bytes
+INDEXER = "INDEXER"  # vLLM's ``SparseCacheRole`` of keys in fp8 with their scales, which are uint8
 
 
 class Regions(NamedTuple):
@@ -136,7 +138,12 @@ def _refusals(spec: Any) -> Iterator[Refusal]:
         )
     dtype = getattr(spec, "dtype", None)  # state-space layers have several
     name = str(dtype).removeprefix("torch.")
-    if dtype is not None and name not in VALIDATED_DTYPES and not _is_validated_fp8(spec, name):
+    is_packed = (
+        getattr(spec, "cache_dtype_str", "") == DS_MLA
+        or getattr(getattr(spec, "cache_role", None), "name", "") == INDEXER
+    )
+    known = name in VALIDATED_DTYPES or _is_validated_fp8(spec, name) or is_packed
+    if dtype is not None and not known:
         yield Refusal(
             f"the layers of this model have KV caches of dtype {name}",
             "offloading them has not been validated by a store and load round trip",

@@ -30,11 +30,16 @@ def _latent(config: Any, facts: Facts) -> bool:
 
     Those of hybrid models are refused with these.
     """
-    if place.kind_of(config.model_config) != place.LATENT:
+    if place.kind_of(config.model_config) not in (place.LATENT, place.SPARSE):
         return False
-    if getattr(getattr(config.model_config, "hf_text_config", None), "index_topk", None):
-        return True  # an indexer, whose keys are in a group of their own
-    return not _ran_on_ranks(config, facts)
+    return not _windows_of_latents(config, facts) and not _ran_on_ranks(config, facts)
+
+
+def _windows_of_latents(config: Any, facts: Facts) -> bool:
+    """Return whether a model keeps windows of compressed latents, on Model Runner V2."""
+    text = getattr(config.model_config, "hf_text_config", None)
+    compresses = any(getattr(text, name, None) for name in ("compress_rates", "compress_ratios"))
+    return compresses and getattr(config, "use_v2_model_runner", False)
 
 
 def _hybrid(config: Any, facts: Facts) -> bool:
@@ -112,16 +117,22 @@ RULES = (
         "leave KVCACHED_CONTIGUOUS_LAYOUT unset, or install vLLM 0.30 or later",
         only_in=Span("0", "0.30"),
     ),
+    Rule(
+        "KVP393",
+        "offloading of models that keep windows of compressed latents (DeepSeek-V4)",
+        _windows_of_latents,
+        _model,
+        "kvcached takes no KV cache of sliding windows of latents (vLLM's SlidingWindowMLASpec)",
+        "run this model without kvcached (ENABLE_KVCACHED=false)",
+    ),
     Rule(  # before the next rule: on a CPU vLLM disables the prefix cache for these models
         "KVP305",
         "offloading of models with latent attention (MLA)"
         + admitted.but(*_RANKS, model=place.LATENT),
         _latent,
         _model,
-        "latent attention is validated "
-        + admitted.where(*_RANKS, model=place.LATENT)
-        + ", and with an indexer (index_topk) nowhere: plain vLLM's CPU build ends with `Sparse "
-        "Attention is not supported on CPU`",
+        f"latent attention is validated {admitted.where(*_RANKS, model=place.LATENT)}; with an "
+        f"indexer (index_topk) {admitted.where(*_RANKS, model=place.SPARSE)}",
         "use one of these, or run this model without a KV connector",
     ),
     Rule(

@@ -10,7 +10,8 @@ from kvpatch.versions import Facts
 
 # By the names of the cells: with nothing else turned on, and kinds of model.
 ALONE = "none"
-FULL, LATENT, HYBRID = "full attention", admitted.LATENT, admitted.HYBRID
+FULL = "full attention"
+LATENT, SPARSE, HYBRID = admitted.LATENT, admitted.SPARSE, admitted.HYBRID
 OFFLOADING = "Offloading"  # also without a connector
 
 
@@ -71,13 +72,18 @@ def kind_of(model: Any) -> str:
     if is_hybrid(model):
         return HYBRID
     if model.use_mla:
-        return LATENT
+        return SPARSE if has_indexer(model) else LATENT
     return "sliding window" if has_windows(model) else FULL
 
 
 def is_hybrid(model: Any) -> bool:
     """Return whether a model has layers of a recurrent state beside attention."""
     return model is not None and bool(model.is_hybrid)
+
+
+def has_indexer(model: Any) -> bool:
+    """Return whether an indexer chooses the tokens that latent attention attends to."""
+    return bool(getattr(getattr(model, "hf_text_config", None), "index_topk", None))
 
 
 def has_windows(model: Any) -> bool:

@@ -111,7 +111,11 @@ SETTINGS = {
 
 # Settings that no rule asks for alone, and the kinds of model that ask for a run with each.
 _ANYWHERE = ("KV events", "arc")
-_KINDS = {place.LATENT: "latent attention", place.HYBRID: "a hybrid model"}
+_KINDS = {
+    place.LATENT: "latent attention",
+    place.SPARSE: "sparse attention",
+    place.HYBRID: "a hybrid model",
+}
 
 
 def turned_on(config: Any, facts: Facts) -> list[str]:

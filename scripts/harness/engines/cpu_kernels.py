@@ -13,6 +13,10 @@ def install(arguments: dict[str, Any], release: Version) -> None:
     """Bring what an engine of these arguments of ``LLM`` needs."""
     if arguments.get("enable_expert_parallel"):
         keep_to_own_experts()
+    if "index_topk" in arguments.get("hf_overrides", {}):
+        from harness.engines import sparse_attention
+
+        sparse_attention.install()
     if arguments.get("mamba_cache_mode") and release >= CHECKPOINTS:
         give_the_states_of_chunks()
 

@@ -176,7 +176,8 @@ def weights_of(run: Run) -> Path:
 
 # Tokens of one block where it is not BLOCK: vLLM's CPU backend has latent attention in one
 # size only, and makes a block of attention as large as a state.
-TOKENS = {"latent": 16, "hybrid": 128}
+LATENTS = ("latent", experts.INDEXED)
+TOKENS = {**dict.fromkeys(LATENTS, 16), "hybrid": 128}
 
 
 # Blocks of ``BLOCK`` tokens that a load fills, in all groups of KV cache.
@@ -184,7 +185,7 @@ ROOM = {
     "llama": 640,
     experts.KIND: 640,
     "sliding": 1280,
-    "latent": 640,
+    **dict.fromkeys(LATENTS, 640),
     "hybrid": 1280,
     "seeing": 640,
     "two sizes": 1280,
@@ -196,9 +197,12 @@ ROOM = {
 def block_tokens(run: Run) -> int:
     """Tokens of one block of a run; of bytes four times as many, which are as long.
 
-    A hybrid's block is as large as a state: of bytes it has as many tokens of twice the heads.
+    A hybrid's block is as large as a state: of bytes it has as many tokens of twice the heads, or,
+    over ranks, twice the tokens. Of latent attention a CPU has one size.
     """
-    fp8 = (run.cache_dtype or run.model in SCALES) and run.model != "hybrid"
+    if run.model == "hybrid" and run.cache_dtype and run.ranks > 1:
+        return 2 * TOKENS[run.model]
+    fp8 = (run.cache_dtype or run.model in SCALES) and run.model not in TOKENS
     return TOKENS.get(run.model, BLOCK) * (4 if fp8 else 1)
 
 
@@ -206,13 +210,16 @@ def block_bytes(run: Run) -> int:
     """Bytes of one block of a run, all layers, also of what drafts.
 
     K and V of heads of 64 float32, or of four times the tokens in fp8; what all heads share, 512
-    and 64; or, in bfloat16, K and V of heads of 32.
+    and 64, in fp8 with scales and bfloat16, and what an indexer keeps, 128 bytes and a scale; or,
+    in bfloat16, K and V of heads of 32.
     """
     model, kv_heads = run.model, run.kv_heads
-    if model == "latent":
-        return 4 * TOKENS[model] * (512 + 64) * 4
+    if model in LATENTS:
+        latents = 512 + 4 * 4 + 2 * 64 if run.cache_dtype else 4 * (512 + 64)
+        indexed = 128 + 4 if model == experts.INDEXED else 0
+        return 4 * TOKENS[model] * (latents + indexed)
     if model == "hybrid":
-        return 2 * TOKENS[model] * kv_heads * 32 * 2 * (1 if run.cache_dtype else 2)
+        return 2 * block_tokens(run) * kv_heads * 32 * 2 * (1 if run.cache_dtype else 2)
     pools = (2 if run.groups_windows else 4) + DRAFTING.get(run.speculation, 0)
     return pools * BLOCK * kv_heads * 64 * 2 * 4
 
@@ -223,7 +230,7 @@ def copies_of(run: Run) -> int:
     Heads are divided among ranks, and what all heads share is not: OffloadingConnector has one
     copy of it for all ranks, from 0.27 on, and SimpleCPUOffloadConnector one for each.
     """
-    return run.ranks if run.model == "latent" and run.simple else 1
+    return run.ranks if run.model in LATENTS and run.simple else 1
 
 
 def restored_tokens(run: Run, cached: int) -> int:
@@ -300,11 +307,13 @@ def engine_arguments(run: Run) -> dict[str, Any]:
         "seed": 0,
         **({"async_scheduling": True} if run.asynchronous else {}),
     }
-    if run.model == "latent":
+    if run.model in LATENTS:
         # vLLM's kernel for them on a CPU leaves the first token of a step as it is.
         arguments["compilation_config"] = {"custom_ops": ["-rotary_embedding"]}
         # On a processor with AMX vLLM would take AMX_MLA, which knows no float32.
         arguments["attention_backend"] = "CPU_MLA"
+    if run.model == experts.INDEXED:
+        arguments["hf_overrides"] = {"index_topk": experts.CHOSEN}
     if run.model == "hybrid":
         # As later releases do unasked. Up to 0.28 vLLM leaves it off for models with Mamba layers,
         # and if it is on takes the mode "all", in which it ends on a CPU.

@@ -26,9 +26,10 @@ def tried(features: Iterable[str], releases: Iterable[str], models: Iterable[str
         releases: of vLLM.
         models: the kinds of model that it is to run with; all if none is named.
     """
-    known, names, versions = cells_of(earned()), set(features), set(releases)
+    table, names, versions = earned(), set(features), set(releases)
+    known = cells_of(table)
     kinds = set(models) or {one.name for one in axes.MODELS}
-    return _table(
+    return table | _table(
         lambda cell: (
             (cell.feature in names and cell.vllm in versions and cell.model in kinds)
             or (cell.feature, cell.vllm, _name(cell)) in known

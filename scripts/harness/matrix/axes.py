@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import product
+from itertools import combinations, product
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +11,7 @@ from packaging.version import Version
 
 from harness.matrix import shapes
 from kvpatch import admitted
-from kvpatch.admitted import HYBRID, LATENT
+from kvpatch.admitted import HYBRID, LATENT, SPARSE
 from kvpatch.environ import FIRST_LIMIT, HOST_POOL, IDLE
 from kvpatch.matrix.verdicts import LAYOUTS, NONE, RUNNERS, Cell
 from kvpatch.patches.offloading.connector_rules import SELF_DESCRIBING
@@ -68,18 +68,22 @@ class Model:
         architecture: a model of that kind.
         facts: the attributes of vLLM's ``ModelConfig`` that are True for it.
         admitted: whether it starts in the cells of ``kvpatch.admitted`` only.
+        since: the first release on which the harness has its kernels.
     """
 
     name: str
     architecture: str
     facts: tuple[str, ...] = ()
     admitted: bool = False
+    since: str = "0"
 
 
 MODELS = (
     Model("full attention", "LlamaForCausalLM"),
     Model("sliding window", "Gemma3ForCausalLM"),
     Model("latent attention", "DeepseekV2ForCausalLM", ("use_mla",), admitted=True),
+    # Latent attention to tokens that an indexer chooses, whose keys have pages of another size.
+    Model(SPARSE, "GlmMoeDsaForCausalLM", ("use_mla",), admitted=True, since="0.32"),
     Model("hybrid", "JambaForCausalLM", ("is_hybrid",), admitted=True),
 )
 
@@ -122,12 +126,15 @@ FEATURES = (
     Feature(NONE, {}, tuple(model.name for model in MODELS), admitted=False),
     # What kvpatch sees of fp8 is one byte for each value; which of the two it is the kernels know.
     Feature(
-        "fp8", {"cache_config.cache_dtype": "fp8"}, ("full attention", "hybrid"), admitted=False
+        "fp8",
+        {"cache_config.cache_dtype": "fp8"},
+        ("full attention", "hybrid", SPARSE),
+        admitted=False,
     ),
     Feature(
         "2 ranks",
         {"parallel_config.world_size": 2, "parallel_config.tensor_parallel_size": 2},
-        ("latent attention", "hybrid"),
+        ("latent attention", "hybrid", SPARSE),
     ),
     # Two stages of a pipeline. A tier's folder has not been looked at for stages.
     *(
@@ -251,7 +258,7 @@ SETTINGS = (
         ("full attention",),
         since="0.28",
         environment={FIRST_LIMIT.name: "95%"},
-        each=(LATENT, HYBRID),
+        each=(LATENT, SPARSE, HYBRID),
     ),
     Feature(
         SELF_DESCRIBING,
@@ -269,7 +276,7 @@ SETTINGS = (
         connectors=("Offloading", "tiering fs", "Simple eager", "Simple lazy"),
         since="0.28",
         environment={IDLE.name: "2s"},
-        each=(LATENT, HYBRID),
+        each=(LATENT, SPARSE, HYBRID),
     ),
     # Ranks that have a part of each expert, or some of the experts.
     *(
@@ -283,11 +290,12 @@ SETTINGS = (
             },
             ("full attention",),
             since="0.30" if apart else "0.28",  # before, a CPU's experts choose by themselves
-            each=(LATENT, HYBRID),
+            each=(LATENT, SPARSE, HYBRID),
         )
         for apart, name in EXPERTS.items()
     ),
 )
+INDEXED = 256  # tokens that a token attends to, of sparse attention
 TOGETHER = " + "  # between the names of two settings
 # Settings that people turn on together: the first of a line with each of the others.
 PAIRS = tuple(
@@ -331,6 +339,11 @@ PAIRS_OF_KINDS = {
             *(("first limit", one) for one in ("chunks", "fp8")),
         )
     ),
+    SPARSE: tuple(
+        admitted.together(*pair)
+        for pair in combinations(("chunks", "fp8", "first limit", "idle", "several ranks"), 2)
+        if pair != ("first limit", "idle")
+    ),
 }
 
 
@@ -354,8 +367,15 @@ def cells(vllm: str | None = None) -> Iterator[Cell]:
     both = [(model, feature) for feature in FEATURES for model in feature.models]
     for one in product(every, RUNNERS, LAYOUTS, connectors, both):
         release, runner, layout, connector, (model, feature) = one
-        if connector in feature.connectors and Version(release) >= Version(feature.since):
+        if connector in feature.connectors and Version(release) >= _since(feature.name, model):
             yield Cell(release, runner, layout, connector, model, feature.name)
+
+
+@cache
+def _since(feature: str, model: str) -> Version:
+    """Return the first release on which a feature, by its name, runs with a kind of model."""
+    of_model = next(one.since for one in MODELS if one.name == model)
+    return max(Version(_named(feature).since), Version(of_model))
 
 
 def connector_of(cell: Cell) -> Connector:
@@ -388,7 +408,8 @@ def tried_cells(vllm: str) -> Iterator[Cell]:
                 vllm, runner, LAYOUTS[turn % 2], connector, models[turn // 2 % len(models)], name
             )
             for kind in feature.each:
-                yield Cell(vllm, runner, LAYOUTS[0], connector, kind, name)
+                if Version(vllm) >= _since(name, kind):
+                    yield Cell(vllm, runner, LAYOUTS[0], connector, kind, name)
 
 
 def settings_of(cell: Cell) -> tuple[str, ...]:
@@ -475,6 +496,7 @@ def configuration_of(cell: Cell) -> Any:
         kv_events_config=None,
         model_config=SimpleNamespace(
             architecture=model.architecture,
+            hf_text_config=SimpleNamespace(index_topk=INDEXED) if model.name == SPARSE else None,
             get_sliding_window=lambda: 256 if model.name == "sliding window" else None,
             **facts | dict.fromkeys(model.facts, True),
         ),

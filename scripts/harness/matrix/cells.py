@@ -17,6 +17,7 @@ from packaging.version import Version
 from harness import experts
 from harness.engines.plugins import UNTIL_IT_RAN
 from harness.engines.runs import (
+    LATENTS,
     SPECULATIONS,
     Device,
     Run,
@@ -34,6 +35,7 @@ from harness.matrix.axes import TOGETHER, TRIED, settings_of
 from harness.matrix.recorded import LEVELS
 from harness.models import IMAGE
 from kvpatch import patches
+from kvpatch.admitted import SPARSE
 from kvpatch.environ import FIRST_LIMIT, HOST_POOL
 from kvpatch.matrix.verdicts import NONE, Cell
 from kvpatch.patches.offloading.connector_rules import SELF_DESCRIBING
@@ -46,6 +48,7 @@ PROMPTS, CACHED = 12, 640
 # where that block ends a chunk.
 CACHED_WITH_STATES = 512
 APART = 8  # prompts that are asked one at a time: more than a device of LEAST blocks can keep
+PACKED = 168  # blocks of ``BLOCK`` tokens that fill a page, of sparse attention in fp8
 LEAST = 128  # blocks of a device in fp8, of four times the tokens: kvcached maps a whole page
 # From here on kvcached has K and V of a layer in one page; before, twice the heads fill one each.
 IN_ONE_PAGE = Version("0.27")
@@ -57,6 +60,7 @@ MODELS = {
     "full attention": "llama",
     "sliding window": "sliding",
     "latent attention": "latent",
+    SPARSE: experts.INDEXED,
     "hybrid": "hybrid",
 }
 # By the name of the feature: the changes to the ``Run`` of kvpatch's engine and of plain vLLM's.
@@ -152,7 +156,11 @@ def _simple(mode: str, least: float) -> Trial:
     return Trial(
         {"simple": mode},
         rounds=(range(8), range(8), range(12)),
-        tiers={"llama": (180, 140), "sliding": (330, 140), "latent": (180, 140)},
+        tiers={
+            "llama": (180, 140),
+            "sliding": (330, 140),
+            **dict.fromkeys(LATENTS, (180, 140)),
+        },
         least=least,
     )
 
@@ -170,7 +178,7 @@ TRIALS = {
         tiers={
             "llama": (60, 96),
             "sliding": (60, 132),
-            "latent": (60, 96),
+            **dict.fromkeys(LATENTS, (60, 96)),
             "hybrid": (60, 140),
         },
         job={"watch": True},
@@ -185,6 +193,11 @@ TRIALS = {
 def trial_of(cell: Cell) -> Trial:
     """Return what the connector of a cell is asked."""
     trial = TRIALS[cell.connector]
+    in_bytes = {"hybrid": {"fp8", "several ranks"}, SPARSE: {"fp8"}}.get(cell.model)
+    if in_bytes and in_bytes <= {*settings_of(cell)} and trial.tiers:
+        # One page keeps what eight prompts left.
+        each = tuple(range(number, number + 1) for number in range(PROMPTS))
+        return replace(trial, rounds=each * 2, again=range(PROMPTS, 2 * PROMPTS))
     if (cell.connector, cell.model) == ("Simple eager", "hybrid"):
         # Loads of other prompts preempt one that is being computed, which is then computed in other
         # chunks: in bfloat16 its states have other last digits, as plain vLLM's in such chunks.
@@ -290,12 +303,17 @@ class Engines:
             # A worker in a process of its own has vLLM's connectors only.
             ours = replace(ours, inside=tuple(one for one in ours.inside if one in OWN))
         room = "llama" if kind == "sliding" and not ours.groups_windows else kind
+        # Of a device of one page a first limit leaves too little for the longest request.
+        pages = 2 if "first limit" in settings_of(cell) else 1
         if room in trial.tiers:
             tier, blocks = trial.tiers[room]
-            # Of a device of one page a first limit leaves too little for the longest request.
-            pages = 2 if "first limit" in settings_of(cell) else 1
             least = pages * LEAST if ours.cache_dtype else 0
             ours = replace(ours, cpu_blocks=tier, blocks=max(blocks, least))
+        if ours.model == experts.INDEXED and ours.cache_dtype:
+            ours = replace(ours, blocks=pages * PACKED)
+        if (longer := block_tokens(ours) // block_tokens(replace(ours, ranks=1))) > 1:
+            # As many blocks, which are as large.
+            ours = replace(ours, cpu_blocks=longer * ours.cpu_blocks, blocks=longer * ours.blocks)
         if "host pool" in settings_of(cell):
             ours = replace(
                 ours, environment=(*ours.environment, (HOST_POOL.name, f"{POOL}@{_pool()}"))
@@ -346,7 +364,7 @@ class Engines:
             asynchronous=ahead and not SPECULATIONS.keys().isdisjoint(settings_of(cell)),
             **changes(cell),
         )
-        if kind in ("latent", "hybrid") and plain.model == experts.KIND:
+        if kind in (*LATENTS, "hybrid") and plain.model == experts.KIND:
             plain = replace(plain, model=kind, experts=True)
         plain = with_chunks(plain, cell)
         if plain.cache_dtype:
@@ -358,7 +376,7 @@ class Engines:
             # Each rank has as large a block as one alone: the device's blocks fill a page, and all
             # that is asked does not fit into two.
             heads = plain.ranks * (HEADS if plain.cache_dtype else HEADS // 2)
-            plain = replace(plain, dtype="bfloat16", together=1, kv_heads=heads)
+            plain = replace(plain, dtype="bfloat16", together=1, kv_heads=min(HEADS, heads))
         feature = "" if cell.feature == NONE else f"-{cell.feature.replace(' ', '-')}"
         return plain, f"{cell.runner}-{kind}{feature}{'-ahead' if plain.asynchronous else ''}"
 

@@ -20,7 +20,7 @@ FILE = Path(__file__).with_name("recipes.json")
 GPUS = 8  # of the node
 RUNNER = "V2"  # vLLM's choice on a GPU for all of these
 DEFAULT = "default"
-INDEXED = 2048  # tokens that an indexer chooses; how many is not asked
+COMPRESSED = {"compressed_sparse_attention": 4}  # what has such layers; how many is not asked
 # Of a recipe's strategies of one node; a recipe has the first one at least.
 TENSOR, EXPERTS, DATA = "single_node_tp", "single_node_tep", "single_node_dep"
 
@@ -105,8 +105,8 @@ class Recipes:
             ranks = 1
         parallel.world_size = parallel.tensor_parallel_size = ranks
         made.model_config.is_moe = model["experts"]
-        if model.get("indexer"):
-            made.model_config.hf_text_config = SimpleNamespace(index_topk=INDEXED)
+        if model.get("compresses"):
+            made.model_config.hf_text_config.compress_rates = COMPRESSED
         if recipe.draft:
             # vLLM has one name for all drafts inside of a model.
             method = "mtp" if recipe.draft.endswith("_mtp") else recipe.draft

@@ -9,7 +9,7 @@ from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
 from harness.matrix import axes
-from harness.recipes.configurations import INDEXED, RUNNER
+from harness.recipes.configurations import RUNNER
 from harness.recipes.table import Answer, ask
 from kvpatch.matrix.verdicts import LAYOUTS, Cell
 from kvpatch.patches.offloading import place
@@ -53,7 +53,6 @@ _MOE = {"model_config.is_moe": True}
 _EXPERTS = {"parallel_config.enable_expert_parallel": True} | _MOE
 _MACHINES = {"parallel_config.nnodes_within_dp": 2}
 _ENGINES = {f"parallel_config.data_parallel_size{end}": 8 for end in ("", "_local")}
-_INDEXER = {"model_config.hf_text_config": SimpleNamespace(index_topk=INDEXED)}
 _OFFLOADING, _SIMPLE, *_ = dict.fromkeys(one.connector for one in axes.CONNECTORS)
 _BOTH = [{"kv_connector": one, "kv_role": "kv_both"} for one in ("NixlConnector", _OFFLOADING)]
 _TIERING = "TieringOffloadingSpec"
@@ -68,8 +67,8 @@ FEATURES = (
         "latent attention with an indexer, TP 4",
         10,
         "KVP305, KVP406",
-        _ranks(4) | _INDEXER,
-        place.LATENT,
+        _ranks(4),
+        place.SPARSE,
     ),
     Feature("drafts by mtp, TP 4", 10, "KVP309", _drafts("mtp") | _ranks(4)),
     Feature("drafts by dspark or dflash", 10, "KVP309", _drafts("dspark")),
