@@ -22,7 +22,7 @@ import subprocess
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,7 @@ KEPT = MODELS * (1 + int(SPARE_PAGES["KVCACHED_MAX_RESERVED_PAGES"])) * PAGE_BLO
 USERS, ASKING = 24, 12  # of a model, and of these in each of its turns
 SPELLS, TURNS = 16, 2  # of the whole load, and turns of a busy model in each of them
 ANSWER = 24  # tokens
-EVERY = "200ms"  # between two looks of the command: a spell is seconds here, not minutes
+EVERY = "0.2s"  # between two looks of the command: a spell is seconds here, not minutes
 SIZE = replace(SMOKE, tier_blocks=TIER, together=4, peak=ASKING)
 Result = dict[str, Any]
 Asked = dict[int, list[list[int]]]  # prompts by the number of the model
@@ -149,7 +149,12 @@ def balanced(engines: Iterable[str], log: Path) -> Iterator[None]:
         words = [*command, "--lend", "*", "--every", EVERY]
         running = subprocess.Popen(words, stdout=file, stderr=file)
         try:
-            yield
+            with suppress(
+                subprocess.TimeoutExpired
+            ):  # options that it does not take end it at once
+                running.wait(timeout=5)
+            if running.poll() is None:
+                yield
             if running.poll() is not None:
                 raise HarnessError(f"kvpatch balance ended: {log.read_text()[-300:]}")
         finally:
