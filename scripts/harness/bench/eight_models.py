@@ -149,10 +149,8 @@ def balanced(engines: Iterable[str], log: Path) -> Iterator[None]:
         words = [*command, "--lend", "*", "--every", EVERY]
         running = subprocess.Popen(words, stdout=file, stderr=file)
         try:
-            with suppress(
-                subprocess.TimeoutExpired
-            ):  # options that it does not take end it at once
-                running.wait(timeout=5)
+            with suppress(subprocess.TimeoutExpired):
+                running.wait(timeout=5)  # options that it does not take end it at once
             if running.poll() is None:
                 yield
             if running.poll() is not None:
