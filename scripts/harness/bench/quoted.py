@@ -60,6 +60,22 @@ def _rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
         ratio = pairing.compared(host, load, arms.KVPATCH, against, path)
         yield words, f"{ratio}, noise {pairing.noise(host, load, path):.1%}"
     yield eight_models(found["sharing"])[:2]
+    if "engines" in found["sharing"]:
+        yield _served(found["sharing"]["engines"])
+
+
+def _served(engines: dict[str, Any]) -> tuple[str, str]:
+    """Return the row of eight served engines: their speed, and what they had to compute."""
+    static, lending = engines["arms"].values()
+    computed = [
+        one["prompt_tokens"]["computed"] / sum(one["prompt_tokens"].values())
+        for one in (lending, static)
+    ]
+    return (
+        f"the same of {engines['setting']['models']} small served engines on the host device, once",
+        f"{static['seconds'] / lending['seconds']:.2f}x, {computed[0]:.0%} of prompt tokens computed "
+        f"in place of {computed[1]:.0%} (what is in the way: docs/numbers.md)",
+    )
 
 
 def eight_models(sharing: dict[str, Any]) -> tuple[str, str, str]:
