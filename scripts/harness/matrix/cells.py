@@ -371,6 +371,9 @@ class Engines:
             # A rank has its share of the heads, and its blocks, too, must fill a page.
             pages = 1 if Version(self.version) >= IN_ONE_PAGE else 2
             plain = replace(plain, kv_heads=min(HEADS, plain.kv_heads * plain.ranks * pages))
+        if kind == experts.INDEXED and plain.cache_dtype:
+            # One at a time: last digits that differ beside others may round to another byte.
+            plain = replace(plain, together=1)
         if kind == "hybrid":
             # One at a time: beside other requests the last digits of bfloat16 are others.
             # Each rank has as large a block as one alone: the device's blocks fill a page, and all
