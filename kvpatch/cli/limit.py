@@ -16,7 +16,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument(
         "size",
-        type=partial(verbs.said, environ.share),
+        type=partial(verbs.parsed, environ.share),
         nargs="?",
         help="for example 8GiB, or 50%% of the KV cache that the engine started with",
     )

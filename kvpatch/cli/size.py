@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvpatch import environ, model_shape
-from kvpatch.cli.verbs import count, said
+from kvpatch.cli.verbs import count, parsed
 from kvpatch.environ import (
     FIRST_LIMIT,
     HOST_DEVICE,
@@ -54,7 +54,7 @@ def _size(text: str) -> int:
     Raises:
         argparse.ArgumentTypeError: it is none, or as small as if its unit was forgotten.
     """
-    number = said(environ.size, text)
+    number = parsed(environ.size, text)
     if number < 1 << 20:
         raise argparse.ArgumentTypeError(f"{text} is {readable(number)}; use for example 64GiB")
     return number

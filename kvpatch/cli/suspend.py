@@ -24,7 +24,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--timeout",
-        type=partial(verbs.said, seconds),
+        type=partial(verbs.parsed, seconds),
         help="seconds after which the engine runs on as before",
     )
     parser.add_argument(

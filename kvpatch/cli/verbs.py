@@ -1,4 +1,4 @@
-"""What the commands that change an engine have in common."""
+"""What the commands that change an engine have in common, and how options are read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Verb = Callable[[Engine], Answer]
 _Value = TypeVar("_Value")
 
 
-def said(read: Callable[[str], _Value], text: str) -> _Value:
+def parsed(read: Callable[[str], _Value], text: str) -> _Value:
     """Return what an option means; argparse prints the sentence of this error, of no other."""
     try:
         return read(text)

@@ -100,3 +100,5 @@ def test_what_deployments_turn_on_is_asked_of_the_rules():
     assert found["hybrid models"].admitted
     assert found["LoRA"].code == "KVP332"
     assert found["TP over two machines"].basis == "incompatible"
+    assert found["latent attention with an indexer, TP 4"].admitted
+    assert found["an fp8 KV cache of latent attention"].code == "KVP310"

@@ -9,6 +9,7 @@ from typing import Any
 
 from packaging.version import Version
 
+from harness.experts import CHOSEN
 from harness.matrix import shapes
 from kvpatch import admitted
 from kvpatch.admitted import HYBRID, LATENT, SPARSE
@@ -295,7 +296,6 @@ SETTINGS = (
         for apart, name in EXPERTS.items()
     ),
 )
-INDEXED = 256  # tokens that a token attends to, of sparse attention
 TOGETHER = " + "  # between the names of two settings
 # Settings that people turn on together: the first of a line with each of the others.
 PAIRS = tuple(
@@ -496,7 +496,7 @@ def configuration_of(cell: Cell) -> Any:
         kv_events_config=None,
         model_config=SimpleNamespace(
             architecture=model.architecture,
-            hf_text_config=SimpleNamespace(index_topk=INDEXED) if model.name == SPARSE else None,
+            hf_text_config=SimpleNamespace(index_topk=CHOSEN) if model.name == SPARSE else None,
             get_sliding_window=lambda: 256 if model.name == "sliding window" else None,
             **facts | dict.fromkeys(model.facts, True),
         ),
