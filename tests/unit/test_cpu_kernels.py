@@ -45,7 +45,7 @@ def test_states_go_on_behind_what_was_accepted(accepted):
         x, dt = torch.randn(2, 2 * tokens, heads, size, generator=drawn)
         b, c = torch.randn(2, 2 * tokens, 1, n, generator=drawn)
         ends = [0, tokens, 2 * tokens]
-        found = cpu_kernels.scanned(states, x, dt, a, b, c, d, bias, ends, before, rows)
+        found = cpu_kernels.scanned(states, x, (dt, a, b, c, d, bias), ends, before, rows)
         for number, row in enumerate(rows):
             state = kept[number]
             for token, block in enumerate(row, number * tokens):

@@ -101,13 +101,13 @@ def follow_what_was_accepted() -> None:
 
     convolve, update = mamba_mixer2.causal_conv1d_update, mamba_mixer2.selective_state_update
 
-    def each(states: Any, x: Any, dt: Any, a: Any, b: Any, c: Any, *rest: Any, **more: Any) -> None:
+    def each(states: Any, x: Any, *weights: Any, **more: Any) -> None:
         accepted, ends = more["num_accepted_tokens"], more["cu_seqlens"]
         if accepted is None:
-            update(states, x, dt, a, b, c, *rest, **more)
+            update(states, x, *weights, **more)
             return
         blocks, out = more["state_batch_indices"].tolist(), more["out"]
-        out.copy_(scanned(states, x, dt, a, b, c, *rest, ends.tolist(), accepted.tolist(), blocks))
+        out.copy_(scanned(states, x, weights, ends.tolist(), accepted.tolist(), blocks))
 
     def accepted(x: Any, states: Any, weight: Any, bias: Any, *activation: Any, **more: Any) -> Any:
         if more["num_accepted_tokens"] is None:
@@ -164,12 +164,7 @@ def convolved(
 def scanned(
     states: Any,
     x: Any,
-    dt: Any,
-    a: Any,
-    b: Any,
-    c: Any,
-    d: Any,
-    bias: Any,
+    weights: Sequence[Any],
     ends: Sequence[int],
     accepted: Sequence[int],
     blocks: Sequence[Sequence[int]],
@@ -179,18 +174,15 @@ def scanned(
     Args:
         states: ``[blocks, heads, size, n]``.
         x: ``[tokens, heads, size]``, request by request.
-        dt: the same.
-        a: ``[heads, size, n]``.
-        b: ``[tokens, groups, n]``.
-        c: the same.
-        d: ``[heads, size]``.
-        bias: the same, of ``dt``.
+        weights: ``dt``, like x; A, ``[heads, size, n]``; B and C, ``[tokens, groups, n]``; D and
+            the bias of ``dt``, ``[heads, size]``.
         ends: where the tokens of each request begin, and end.
         accepted: tokens of its last step that count.
         blocks: of each request those of the states behind its tokens.
     """
     import torch
 
+    dt, a, b, c, d, bias = weights
     out = torch.empty_like(x)
     for (begin, end), count, row in zip(itertools.pairwise(ends), accepted, blocks, strict=False):
         state = states[row[count - 1]].float()
