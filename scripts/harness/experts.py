@@ -26,6 +26,7 @@ OF_OTHERS = (
     "moe_intermediate_size",
 )
 OF_EXPERTS = (*OF_OTHERS, "num_experts_per_tok")
+BY_BIAS = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}  # how experts are chosen
 LAST_ATTENTION = 6  # of the layers of the hybrid that drafts
 # Of the attention that vLLM's CPU backend has, as ``harness.models`` has it.
 LATENT_SHAPE = {
@@ -90,13 +91,12 @@ def make_model(folder: Path, kind: str = KIND, kv_heads: int = 4) -> Path:
             index_topk=CHOSEN,
             index_n_heads=4,
             index_head_dim=128,
-            topk_method="noaux_tc",
-            scoring_func="sigmoid",
+            **BY_BIAS,
             **LATENT_SHAPE | shape | {"q_lora_rank": 128, "first_k_dense_replace": dense},
         )
     elif kind == "latent mtp":
         config = transformers.DeepseekV3Config(
-            num_hidden_layers=LAYERS + 1, num_key_value_heads=8, **LATENT_SHAPE, **shape
+            num_hidden_layers=LAYERS + 1, num_key_value_heads=8, **BY_BIAS, **LATENT_SHAPE, **shape
         )
     elif kind == "hybrid mtp":
         config = transformers.NemotronHConfig(
@@ -150,8 +150,10 @@ def let_the_last_layer_draft(folder: Path) -> None:
     }
     save_file(weights, file, {"format": "pt"})
     config = folder / "config.json"
+    found = json.loads(config.read_text())
+    of_layers = {name: one[:LAYERS] for name, one in found.items() if name.endswith("layer_types")}
     drafts = {"num_hidden_layers": LAYERS, "num_nextn_predict_layers": 1}
-    config.write_text(json.dumps(json.loads(config.read_text()) | drafts, indent=1))
+    config.write_text(json.dumps(found | of_layers | drafts, indent=1))
 
 
 def let_attention_draft(folder: Path) -> None:

@@ -156,9 +156,9 @@ TRANSFORMERS_5 = Version("0.19.1")
 def model_of(kind: str, kv_heads: int = 4, vllm: str = "") -> Path:
     """The folder of a small model of a kind and a number of KV heads, made once."""
     by = vllm if vllm and Version(vllm) < TRANSFORMERS_5 else ""
-    path = cache_of(by) / f"models-{model_cache.recipe()}" / f"{kind}-{kv_heads}"
+    module = "harness.experts" if kind in experts.KINDS else model_cache.MODELS
+    path = cache_of(by) / f"models-{model_cache.recipe(module)}" / f"{kind}-{kv_heads}"
     if not path.exists():
-        module = "harness.experts" if kind in experts.KINDS else "harness.models"
         options = ("--kind", kind, "--kv-heads", str(kv_heads))
         model_cache.make(path, *options, python=python_of(by), module=module)
     return path
