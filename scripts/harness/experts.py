@@ -26,7 +26,6 @@ OF_OTHERS = (
     "moe_intermediate_size",
 )
 OF_EXPERTS = (*OF_OTHERS, "num_experts_per_tok")
-BY_BIAS = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}  # how experts are chosen
 LAST_ATTENTION = 6  # of the layers of the hybrid that drafts
 # Of the attention that vLLM's CPU backend has, as ``harness.models`` has it.
 LATENT_SHAPE = {
@@ -49,8 +48,8 @@ def make_model(folder: Path, kind: str = KIND, kv_heads: int = 4) -> Path:
     DeepSeek-V2's, with the attention of ``harness.models``' latent. hybrid experts: its hybrid, all
     of whose layers have experts. indexed, indexed experts: GLM-5's, whose indexers choose the
     tokens of the same attention; the first is dense, and the other has a layer that drafts, too.
-    latent mtp: DeepSeek-V3's, the same. hybrid mtp: Nemotron-H's, dense: Mamba2 and attention in
-    turn, and attention that drafts.
+    latent mtp: DeepSeek-V3's, dense, the same. hybrid mtp: Nemotron-H's, dense: Mamba2 and
+    attention in turn, and attention that drafts.
 
     Returns:
         ``folder``; nothing is written when the model is already there.
@@ -91,12 +90,16 @@ def make_model(folder: Path, kind: str = KIND, kv_heads: int = 4) -> Path:
             index_topk=CHOSEN,
             index_n_heads=4,
             index_head_dim=128,
-            **BY_BIAS,
+            topk_method="noaux_tc",
+            scoring_func="sigmoid",
             **LATENT_SHAPE | shape | {"q_lora_rank": 128, "first_k_dense_replace": dense},
         )
     elif kind == "latent mtp":
         config = transformers.DeepseekV3Config(
-            num_hidden_layers=LAYERS + 1, num_key_value_heads=8, **BY_BIAS, **LATENT_SHAPE, **shape
+            num_hidden_layers=LAYERS + 1,
+            num_key_value_heads=8,
+            # Beside others last digits differ, by which a token may choose another expert.
+            **LATENT_SHAPE | shape | {"first_k_dense_replace": LAYERS + 1},
         )
     elif kind == "hybrid mtp":
         config = transformers.NemotronHConfig(
@@ -161,7 +164,8 @@ def let_attention_draft(folder: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     file = folder / "model.safetensors"
-    weights = load_file(file)
+    # vLLM takes one of its weights as the configuration says, whatever it is told.
+    weights = {name: one.bfloat16() for name, one in load_file(file).items()}
     ends = weights["backbone.norm_f.weight"]
     last = f"backbone.layers.{LAST_ATTENTION}."
     of_last = {name: one for name, one in weights.items() if name.startswith(last)}
@@ -171,6 +175,8 @@ def let_attention_draft(folder: Path) -> None:
         "mtp.layers.0.final_layernorm.weight": ends.clone(),
     }
     save_file(weights, file, {"format": "pt"})
+    config = folder / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"dtype": "bfloat16"}, indent=1))
 
 
 def from_the_last_state(layer: str, size: int) -> dict[str, Any]:
