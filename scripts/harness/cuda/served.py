@@ -118,7 +118,7 @@ def differs(mine: list[Token], right: list[Token]) -> str:
     """Return how an answer differs: "wrong answers", "ties" in what is next best, or not."""
     for (one, *_), (other, next_best, by) in zip(mine, right, strict=True):
         if one != other:
-            return "ties" if one == next_best and by < TIE else "wrong answers"
+            return "ties" if one == next_best and abs(by) < TIE else "wrong answers"
     return ""
 
 
