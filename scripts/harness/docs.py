@@ -200,7 +200,7 @@ def served(result: dict[str, Any]) -> str:
         (
             f"{name}, vLLM {version}",
             str(one["rounds"]),
-            str(one["wrong answers"]),
+            f"{one['wrong answers']}" + (f", {one['ties']} ties" if one.get("ties") else ""),
             f"{one['restored tokens']:,}",
             str(one["complaints"]),
             str(one["ready seconds"]),

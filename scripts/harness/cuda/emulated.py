@@ -124,7 +124,8 @@ def main() -> int:
         own["PYTHONPATH"] = os.environ[PLUGINS]
     if asked.plain:
         own |= {"KVPATCH": "0", "ENABLE_KVCACHED": "false"}
-    with tempfile.TemporaryDirectory(prefix="kvpatch-cuda-") as name:
+    # A process that outlives its server may still write there.
+    with tempfile.TemporaryDirectory(prefix="kvpatch-cuda-", ignore_cleanup_errors=True) as name:
         status = run(python, asked.words, environ(asked.vllm, Path(name), asked.device, **own))
         found = complaints_of(Path(name))
         lines = found.read_text().splitlines() if found.exists() else []

@@ -12,10 +12,12 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import product
@@ -43,6 +45,11 @@ LITTLE = ("--max-model-len=1024", "--num-gpu-blocks-override=128")
 LATE = ("--worker-extension-cls", "emu_device.Late")
 GIB = 1 << 30
 Round = tuple[str, int]  # a kind of delay, and a seed
+# A token of an answer: itself, the next best and by how much that is less likely, logarithmically.
+Token = tuple[int, int, float]
+# Logits of bfloat16 have steps of 1/32 from 4 on. With all of a prompt in the tier its last token
+# is computed alone, and has other last digits than in the whole prompt.
+TIE = 1 / 16
 
 
 def tiers(folder: Path) -> dict[str, tuple[str, ...]]:
@@ -79,8 +86,8 @@ def seconds_of(process: psutil.Process) -> float:
     return total
 
 
-def answers(client: httpx.Client, number: int, engines: int) -> list[tuple[list[int], int]]:
-    """Return the tokens of a round's answers, and how many of each prompt's were not computed.
+def answers(client: httpx.Client, number: int, engines: int) -> list[tuple[list[Token], int]]:
+    """Return a round's answers, and how many tokens of each prompt were not computed.
 
     Of each engine those of all prompts.
     """
@@ -89,12 +96,30 @@ def answers(client: httpx.Client, number: int, engines: int) -> list[tuple[list[
         asked = {"model": MODEL, "prompt": prompt, "max_tokens": 4, "temperature": 0}
         said = client.post(
             "/v1/completions",
-            json=asked | {"return_token_ids": True},
+            json=asked | {"return_tokens_as_token_ids": True, "logprobs": 2},
             headers={"X-data-parallel-rank": str(rank)} if engines > 1 else {},
         ).json()
         cached = (said["usage"].get("prompt_tokens_details") or {}).get("cached_tokens", 0)
-        found.append((said["choices"][0]["token_ids"], cached))
+        found.append((tokens_of(said["choices"][0]["logprobs"]), cached))
     return found
+
+
+def tokens_of(said: dict[str, Any]) -> list[Token]:
+    """Return an answer from its logprobs, whose tokens are called ``token_id:7``."""
+    found = []
+    for name, best in zip(said["tokens"], said["top_logprobs"], strict=True):
+        other, less = max((item for item in best.items() if item[0] != name), key=lambda it: it[1])
+        of_names = (int(one.partition(":")[2]) for one in (name, other))
+        found.append((*of_names, best[name] - less))
+    return found
+
+
+def differs(mine: list[Token], right: list[Token]) -> str:
+    """Return how an answer differs: "wrong answers", "ties" in what is next best, or not."""
+    for (one, *_), (other, next_best, by) in zip(mine, right, strict=True):
+        if one != other:
+            return "ties" if one == next_best and abs(by) < TIE else "wrong answers"
+    return ""
 
 
 def reset(client: httpx.Client) -> None:
@@ -119,7 +144,7 @@ def serve(
     """Serve, and in each round answer, reset and answer again; return what came of it.
 
     Raises:
-        AssertionError: the server did not start; the end of its log.
+        AssertionError: the server did not start, or did not end by itself; the end of its log.
     """
     port = free_port()
     command = [str(ROOT / "scripts/cuda"), "--vllm", version, f"--devices={engines}", *options]
@@ -168,12 +193,14 @@ def serve(
             process.terminate()
             status = process.wait(60)
         log.seek(0)
-        (said,) = [line for line in log if line.startswith("the emulated device had ")]
+        text = log.read()
+        said = re.search("^the emulated device had ([0-9]+)", text, re.MULTILINE)
+        assert said, text[-2000:]
     return {
         "answers": found,
         "rounds": len(rounds),
         "restored tokens": restored,
-        "complaints": int(said.split()[4]),
+        "complaints": int(said[1]),
         "status": status,
         "ready seconds": round(start, 1),
         "first token seconds": round(first, 1),
@@ -186,7 +213,7 @@ def engines_of(name: str) -> int:
     return ENGINES if name == PARALLEL else 1
 
 
-def of_each(expected: list[list[int]], engines: int) -> list[list[int]]:
+def of_each(expected: list[list[Token]], engines: int) -> list[list[Token]]:
     """Return the answers of one engine as those of several, which are asked one after another."""
     asked = [list(one) for one in zip(*[iter(expected)] * len(prompts(0)), strict=True)]
     return [tokens for one in asked for _ in range(engines) for tokens in one]
@@ -241,11 +268,15 @@ def main() -> int:
             }
             expected = plain.result()["answers"]
             for name, one in served.items():
-                row = one.result() | of_release
+                try:
+                    row = one.result() | of_release
+                except (AssertionError, subprocess.TimeoutExpired) as error:
+                    print(version, name, error, flush=True)
+                    wrong = True  # and the other servers go on
+                    continue
                 right = of_each(expected, engines_of(name))
-                row["wrong answers"] = sum(
-                    one != other for one, other in zip(row.pop("answers"), right, strict=True)
-                )
+                found = Counter(map(differs, row.pop("answers"), right))
+                row |= {name: found[name] for name in ("wrong answers", "ties")}
                 print(version, name, json.dumps(row), flush=True)
                 wrong |= bool(
                     row["wrong answers"] or row["complaints"] or not row["restored tokens"]
