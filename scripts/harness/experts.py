@@ -1,4 +1,4 @@
-"""Small models of experts, of random weights: one with a layer that drafts for it (mtp).
+"""Small models of experts and of layers that draft (mtp), of random weights.
 
 Beside ``harness.models``, whose recorded runs are of the models as they are there.
 """
@@ -14,7 +14,8 @@ from harness.models import hybrid_shape, make_tokenizer
 KIND, LATENT, HYBRID = ("experts", "latent experts", "hybrid experts")
 INDEXED = "indexed"  # latent attention to ``CHOSEN`` tokens, without experts and with them
 SPARSE = (INDEXED, f"{INDEXED} {KIND}")
-KINDS = (KIND, LATENT, HYBRID, *SPARSE)
+DRAFTED = ("latent mtp", "hybrid mtp")
+KINDS = (KIND, LATENT, HYBRID, *DRAFTED, *SPARSE)
 CHOSEN = 256
 LAYERS, EXPERTS, SEED = 4, 8, 7
 # Where others say how their experts are.
@@ -24,6 +25,8 @@ OF_OTHERS = (
     "first_k_dense_replace",
     "moe_intermediate_size",
 )
+OF_EXPERTS = (*OF_OTHERS, "num_experts_per_tok")
+LAST_ATTENTION = 6  # of the layers of the hybrid that drafts
 # Of the attention that vLLM's CPU backend has, as ``harness.models`` has it.
 LATENT_SHAPE = {
     "kv_lora_rank": 512,
@@ -44,7 +47,9 @@ def make_model(folder: Path, kind: str = KIND, kv_heads: int = 4) -> Path:
     last layer is one that drafts from the model's last state and the next token. latent experts:
     DeepSeek-V2's, with the attention of ``harness.models``' latent. hybrid experts: its hybrid, all
     of whose layers have experts. indexed, indexed experts: GLM-5's, whose indexers choose the
-    tokens of the same attention; the first is dense.
+    tokens of the same attention; the first is dense, and the other has a layer that drafts, too.
+    latent mtp: DeepSeek-V3's, dense, the same. hybrid mtp: Nemotron-H's, dense: Mamba2 and
+    attention in turn, and attention that drafts.
 
     Returns:
         ``folder``; nothing is written when the model is already there.
@@ -77,17 +82,39 @@ def make_model(folder: Path, kind: str = KIND, kv_heads: int = 4) -> Path:
             num_hidden_layers=LAYERS, num_key_value_heads=8, **LATENT_SHAPE, **shape
         )
     elif kind in SPARSE:
-        dense = 1 if KIND in kind else LAYERS
+        dense, drafting = (1, 1) if KIND in kind else (LAYERS, 0)
         config = transformers.GlmMoeDsaConfig(
-            num_hidden_layers=LAYERS,
+            num_hidden_layers=LAYERS + drafting,
             num_key_value_heads=8,
-            mlp_layer_types=["dense"] * dense + ["sparse"] * (LAYERS - dense),
+            mlp_layer_types=["dense"] * dense + ["sparse"] * (LAYERS + drafting - dense),
             index_topk=CHOSEN,
             index_n_heads=4,
             index_head_dim=128,
             topk_method="noaux_tc",
             scoring_func="sigmoid",
             **LATENT_SHAPE | shape | {"q_lora_rank": 128, "first_k_dense_replace": dense},
+        )
+    elif kind == "latent mtp":
+        config = transformers.DeepseekV3Config(
+            num_hidden_layers=LAYERS + 1,
+            num_key_value_heads=8,
+            # Beside others last digits differ, by which a token may choose another expert.
+            **LATENT_SHAPE | shape | {"first_k_dense_replace": LAYERS + 1},
+        )
+    elif kind == "hybrid mtp":
+        config = transformers.NemotronHConfig(
+            hybrid_override_pattern="M-*-M-*-M-",
+            num_nextn_predict_layers=1,
+            mtp_layers_block_type=["full_attention"],
+            num_key_value_heads=kv_heads,
+            head_dim=32,
+            mamba_num_heads=8,
+            mamba_head_dim=64,
+            mamba_n_groups=1,
+            ssm_state_size=16,
+            mamba_chunk_size=64,
+            rescale_prenorm_residual=False,
+            **{name: value for name, value in shape.items() if name not in OF_EXPERTS},
         )
     elif kind == HYBRID:
         config = transformers.GraniteMoeHybridConfig(
@@ -104,32 +131,63 @@ def make_model(folder: Path, kind: str = KIND, kv_heads: int = 4) -> Path:
     torch.manual_seed(SEED)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.save_pretrained(folder)
-    if kind == KIND:
+    if kind in (KIND, "latent mtp", f"{INDEXED} {KIND}"):
         let_the_last_layer_draft(folder)
+    if kind == "hybrid mtp":
+        let_attention_draft(folder)
     return folder
 
 
 def let_the_last_layer_draft(folder: Path) -> None:
     """Make the last layer of a saved model the one that drafts, which has the model's own ends."""
-    import torch
     from safetensors.torch import load_file, save_file
 
     file = folder / "model.safetensors"
     weights = load_file(file)
-    layer, size = f"model.layers.{LAYERS}", weights["model.norm.weight"].shape[0]
-    one = torch.ones(size)
+    layer = f"model.layers.{LAYERS}"
     weights |= {
         f"{layer}.embed_tokens.weight": weights["model.embed_tokens.weight"].clone(),
-        f"{layer}.enorm.weight": one,
-        f"{layer}.hnorm.weight": one.clone(),
-        f"{layer}.eh_proj.weight": torch.cat([torch.zeros(size, size), torch.eye(size)], dim=1),
+        **from_the_last_state(layer, len(weights["model.norm.weight"])),
         f"{layer}.shared_head.norm.weight": weights["model.norm.weight"].clone(),
         f"{layer}.shared_head.head.weight": weights["lm_head.weight"].clone(),
     }
     save_file(weights, file, {"format": "pt"})
     config = folder / "config.json"
+    found = json.loads(config.read_text())
+    of_layers = {name: one[:LAYERS] for name, one in found.items() if name.endswith("layer_types")}
     drafts = {"num_hidden_layers": LAYERS, "num_nextn_predict_layers": 1}
-    config.write_text(json.dumps(json.loads(config.read_text()) | drafts, indent=1))
+    config.write_text(json.dumps(found | of_layers | drafts, indent=1))
+
+
+def let_attention_draft(folder: Path) -> None:
+    """Add a layer that drafts to a saved Nemotron-H, with the weights of its last attention."""
+    from safetensors.torch import load_file, save_file
+
+    file = folder / "model.safetensors"
+    # vLLM takes one of its weights as the configuration says, whatever it is told.
+    weights = {name: one.bfloat16() for name, one in load_file(file).items()}
+    ends = weights["backbone.norm_f.weight"]
+    last = f"backbone.layers.{LAST_ATTENTION}."
+    of_last = {name: one for name, one in weights.items() if name.startswith(last)}
+    weights |= {
+        **{name.replace(last, "mtp.layers.0."): one.clone() for name, one in of_last.items()},
+        **from_the_last_state("mtp.layers.0", len(ends)),
+        "mtp.layers.0.final_layernorm.weight": ends.clone(),
+    }
+    save_file(weights, file, {"format": "pt"})
+    config = folder / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"dtype": "bfloat16"}, indent=1))
+
+
+def from_the_last_state(layer: str, size: int) -> dict[str, Any]:
+    """Return the weights by which a layer that drafts reads the model's last state alone."""
+    import torch
+
+    return {
+        f"{layer}.enorm.weight": torch.ones(size),
+        f"{layer}.hnorm.weight": torch.ones(size),
+        f"{layer}.eh_proj.weight": torch.cat([torch.zeros(size, size), torch.eye(size)], dim=1),
+    }
 
 
 def main(*arguments: str) -> None:

@@ -14,17 +14,17 @@ from harness.processes import SCRIPTS, clean_environment
 
 # Kept between runs, beside the environment it was made with.
 CACHE = Path(sys.prefix) / "kvpatch-harness"
+MODELS = "harness.models"
 
 
-def recipe() -> str:
-    """Return a name for how models are made today."""
-    source = Path(__file__).with_name("models.py").read_bytes()
-    return hashlib.sha256(source).hexdigest()[:12]
+def recipe(module: str = MODELS) -> str:
+    """Return a name for how models of a module are made today, by those of ``harness.models``."""
+    names = dict.fromkeys((MODELS, module))
+    sources = [Path(__file__).with_name(f"{one.rpartition('.')[2]}.py") for one in names]
+    return hashlib.sha256(b"".join(one.read_bytes() for one in sources)).hexdigest()[:12]
 
 
-def make(
-    model: Path, *options: str, python: str = sys.executable, module: str = "harness.models"
-) -> None:
+def make(model: Path, *options: str, python: str = sys.executable, module: str = MODELS) -> None:
     """Make a model in a folder of its own, in a process of a Python, unless it is there.
 
     Args:

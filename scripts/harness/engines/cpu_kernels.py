@@ -1,6 +1,7 @@
 """What vLLM's kernels for a CPU lack, in torch, for plain vLLM and kvpatch's engines alike."""
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 from packaging.version import Version
@@ -19,6 +20,8 @@ def install(arguments: dict[str, Any], release: Version) -> None:
         sparse_attention.install()
     if arguments.get("mamba_cache_mode") and release >= CHECKPOINTS:
         give_the_states_of_chunks()
+    if arguments.get("mamba_cache_mode") and arguments.get("speculative_config"):
+        follow_what_was_accepted()
 
 
 def keep_to_own_experts() -> None:
@@ -86,6 +89,114 @@ def give_the_states_of_chunks() -> None:
 
     ssd_combined._mamba_chunk_scan_combined_fwd = of_chunks
     mamba_mixer2.store_prefill_checkpoint = store_checkpoint
+
+
+def follow_what_was_accepted() -> None:
+    """Let the layers of Mamba2 go on behind the drafts that were accepted.
+
+    Of vLLM's kernels for a CPU the convolution takes no notice of them, nor of several tokens of a
+    request, and the other one does not store the state behind the first of these.
+    """
+    from vllm.model_executor.layers.mamba import mamba_mixer2
+
+    convolve, update = mamba_mixer2.causal_conv1d_update, mamba_mixer2.selective_state_update
+
+    def each(states: Any, x: Any, *weights: Any, **more: Any) -> None:
+        accepted, ends = more["num_accepted_tokens"], more["cu_seqlens"]
+        if accepted is None:
+            update(states, x, *weights, **more)
+            return
+        blocks, out = more["state_batch_indices"].tolist(), more["out"]
+        out.copy_(scanned(states, x, weights, ends.tolist(), accepted.tolist(), blocks))
+
+    def accepted(x: Any, states: Any, weight: Any, bias: Any, *activation: Any, **more: Any) -> Any:
+        if more["num_accepted_tokens"] is None:
+            return convolve(x, states, weight, bias, *activation, **more)
+        return convolved(
+            x,
+            states,
+            weight,
+            bias,
+            more["query_start_loc"].tolist(),
+            more["num_accepted_tokens"].tolist(),
+            more["conv_state_indices"][:, 0].tolist(),
+        )
+
+    mamba_mixer2.causal_conv1d_update = accepted
+    mamba_mixer2.selective_state_update = each
+
+
+def convolved(
+    x: Any,
+    states: Any,
+    weight: Any,
+    bias: Any,
+    ends: Sequence[int],
+    accepted: Sequence[int],
+    blocks: Sequence[int],
+) -> Any:
+    """Return a causal convolution of each request's tokens, with SiLU.
+
+    Args:
+        x: ``[tokens, channels]``, request by request.
+        states: ``[blocks, channels, taps - 1 + drafts]``: the last tokens before, and those of the
+            last step but its first. Those of this step are written to it.
+        weight: ``[channels, taps]``.
+        bias: ``[channels]``.
+        ends: where the tokens of each request begin, and end.
+        accepted: tokens of its last step that count.
+        blocks: the block of its state.
+    """
+    import torch
+
+    out, before = torch.empty_like(x), weight.shape[1] - 1
+    for (begin, end), count, block in zip(itertools.pairwise(ends), accepted, blocks, strict=False):
+        state = states[block]
+        seen = torch.cat([state[:, count - 1 : count - 1 + before], x[begin:end].T], dim=-1)
+        done = torch.nn.functional.conv1d(
+            seen.to(weight.dtype), weight.unsqueeze(1), bias, groups=len(weight)
+        )
+        out[begin:end] = torch.nn.functional.silu(done).T
+        state[:, : seen.shape[1] - 1] = seen[:, 1:]
+    return out
+
+
+def scanned(
+    states: Any,
+    x: Any,
+    weights: Sequence[Any],
+    ends: Sequence[int],
+    accepted: Sequence[int],
+    blocks: Sequence[Sequence[int]],
+) -> Any:
+    """Return what the states of Mamba2 give for each token, and store the state behind each.
+
+    Args:
+        states: ``[blocks, heads, size, n]``.
+        x: ``[tokens, heads, size]``, request by request.
+        weights: ``dt``, like x; A, ``[heads, size, n]``; B and C, ``[tokens, groups, n]``; D and
+            the bias of ``dt``, ``[heads, size]``.
+        ends: where the tokens of each request begin, and end.
+        accepted: tokens of its last step that count.
+        blocks: of each request those of the states behind its tokens.
+    """
+    import torch
+
+    dt, a, b, c, d, bias = weights
+    out = torch.empty_like(x)
+    for (begin, end), count, row in zip(itertools.pairwise(ends), accepted, blocks, strict=False):
+        state = states[row[count - 1]].float()
+        for token, block in zip(range(begin, end), row, strict=False):
+            step = torch.nn.functional.softplus(dt[token].float() + bias)
+            into, from_ = (
+                one[token].float().repeat_interleave(len(a) // one.shape[1], 0).unsqueeze(1)
+                for one in (b, c)
+            )
+            state = state * torch.exp(step.unsqueeze(-1) * a)
+            state = state + (step * x[token]).unsqueeze(-1) * into
+            states[block] = state.to(states.dtype)
+            out[token] = (state * from_).sum(-1) + d * x[token]
+    return out
 
 
 def store_checkpoint(

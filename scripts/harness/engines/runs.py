@@ -156,9 +156,9 @@ TRANSFORMERS_5 = Version("0.19.1")
 def model_of(kind: str, kv_heads: int = 4, vllm: str = "") -> Path:
     """The folder of a small model of a kind and a number of KV heads, made once."""
     by = vllm if vllm and Version(vllm) < TRANSFORMERS_5 else ""
-    path = cache_of(by) / f"models-{model_cache.recipe()}" / f"{kind}-{kv_heads}"
+    module = "harness.experts" if kind in experts.KINDS else model_cache.MODELS
+    path = cache_of(by) / f"models-{model_cache.recipe(module)}" / f"{kind}-{kv_heads}"
     if not path.exists():
-        module = "harness.experts" if kind in experts.KINDS else "harness.models"
         options = ("--kind", kind, "--kv-heads", str(kv_heads))
         model_cache.make(path, *options, python=python_of(by), module=module)
     return path
@@ -166,6 +166,9 @@ def model_of(kind: str, kv_heads: int = 4, vllm: str = "") -> Path:
 
 def weights_name(run: Run) -> str:
     """The kind of the model of a run, as it is made."""
+    drafted = f"{run.model} {run.speculation}"
+    if drafted in experts.DRAFTED:
+        return drafted
     return f"{run.model} {experts.KIND}" if run.experts else run.model
 
 
@@ -213,14 +216,15 @@ def block_bytes(run: Run) -> int:
     and 64, in fp8 with scales and bfloat16, and what an indexer keeps, 128 bytes and a scale; or,
     in bfloat16, K and V of heads of 32.
     """
-    model, kv_heads = run.model, run.kv_heads
+    model, kv_heads, drafting = run.model, run.kv_heads, DRAFTING.get(run.speculation, 0)
     if model in LATENTS:
         latents = 512 + 4 * 4 + 2 * 64 if run.cache_dtype else 4 * (512 + 64)
         indexed = 128 + 4 if model == experts.INDEXED else 0
-        return 4 * TOKENS[model] * (latents + indexed)
+        return (4 + drafting) * TOKENS[model] * (latents + indexed)
     if model == "hybrid":
-        return 2 * block_tokens(run) * kv_heads * 32 * 2 * (1 if run.cache_dtype else 2)
-    pools = (2 if run.groups_windows else 4) + DRAFTING.get(run.speculation, 0)
+        values = (2 + drafting) * block_tokens(run) * kv_heads * 32 * 2
+        return values * (1 if run.cache_dtype else 2)
+    pools = (2 if run.groups_windows else 4) + drafting
     return pools * BLOCK * kv_heads * 64 * 2 * 4
 
 

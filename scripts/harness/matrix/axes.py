@@ -123,6 +123,7 @@ class Feature:
 
 
 _V2_SINCE = {"ngram": "0.32", "draft model": "0.31"}
+_DRAFTED = (LATENT, SPARSE, HYBRID)  # kinds whose models have layers that draft
 FEATURES = (
     Feature(NONE, {}, tuple(model.name for model in MODELS), admitted=False),
     # What kvpatch sees of fp8 is one byte for each value; which of the two it is the kernels know.
@@ -171,7 +172,7 @@ FEATURES = (
         Feature(
             name,
             {"speculative_config": SimpleNamespace(method=method)},
-            ("full attention",),
+            ("full attention", *(_DRAFTED if name == "mtp" else ())),
             v2_since=_V2_SINCE.get(name, "0"),
         )
         for method, name in DRAFTING.items()
@@ -337,11 +338,16 @@ PAIRS_OF_KINDS = {
             *((one, "several ranks") for one in ("chunks", "fp8", "idle", "first limit")),
             *(("idle", one) for one in ("chunks", "fp8")),
             *(("first limit", one) for one in ("chunks", "fp8")),
+            *(("mtp", one) for one in ("several ranks", "chunks", "fp8")),
         )
     ),
+    LATENT: tuple(admitted.together("mtp", one) for one in ("several ranks", "chunks")),
     SPARSE: tuple(
         admitted.together(*pair)
-        for pair in combinations(("chunks", "fp8", "first limit", "idle", "several ranks"), 2)
+        for pair in (
+            *combinations(("chunks", "fp8", "first limit", "idle", "several ranks"), 2),
+            *(("mtp", one) for one in ("several ranks", "chunks", "fp8")),
+        )
         if pair != ("first limit", "idle")
     ),
 }

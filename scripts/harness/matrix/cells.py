@@ -311,6 +311,8 @@ class Engines:
             ours = replace(ours, cpu_blocks=tier, blocks=max(blocks, least))
         if ours.model == experts.INDEXED and ours.cache_dtype:
             ours = replace(ours, blocks=pages * PACKED)
+            if ours.simple:  # whose tier has room for all that is asked
+                ours = replace(ours, cpu_blocks=0)
         if (longer := block_tokens(ours) // block_tokens(replace(ours, ranks=1))) > 1:
             # As many blocks, which are as large.
             ours = replace(ours, cpu_blocks=longer * ours.cpu_blocks, blocks=longer * ours.blocks)
