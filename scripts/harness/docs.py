@@ -200,7 +200,8 @@ def served(result: dict[str, Any]) -> str:
         (
             f"{name}, vLLM {version}",
             str(one["rounds"]),
-            f"{one['wrong answers']}" + (f", {one['ties']} ties" if one.get("ties") else ""),
+            str(one["wrong answers"]),
+            str(one["ties"]),
             f"{one['restored tokens']:,}",
             str(one["complaints"]),
             str(one["ready seconds"]),
@@ -212,8 +213,14 @@ def served(result: dict[str, Any]) -> str:
         for name, one in result["served"][version].items()
     ]
     head = (
-        *("`scripts/cuda serve`", "rounds", "wrong answers", "tokens from the tier", "complaints"),
-        *("seconds to start", "to its first token", "of processor to it", "environment"),
+        *("`scripts/cuda serve`", "rounds", "wrong answers", "ties", "tokens from the tier"),
+        *(
+            "complaints",
+            "seconds to start",
+            "to its first token",
+            "of processor to it",
+            "environment",
+        ),
     )
     lines = " and ".join(f"{count:,} lines of {name}" for name, count in result["lines"].items())
     return f"{table(head, rows, RIGHT)}\n\nThe device has {lines}.\n"

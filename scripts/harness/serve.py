@@ -152,6 +152,10 @@ class Server:
         """Whether it has a connector."""
         return "kv-transfer-config" in self._options
 
+    def has(self, option: str) -> bool:
+        """Return whether it was started with an option of ``vllm serve``."""
+        return option in self._options
+
     @property
     def log(self) -> str:
         """Everything the server printed so far."""

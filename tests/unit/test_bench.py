@@ -149,8 +149,10 @@ def test_a_pair_is_of_neighbours_and_its_noise_is_the_farthest():
 
 def test_the_noise_is_of_the_equal_arms():
     found = results(1.5)
-    assert pairing.noise(found, "no reuse", quoted.RATE) == pytest.approx(0.02)
-    ratio = pairing.compared(found, "no reuse", arms.KVPATCH, arms.KVCACHED, quoted.RATE)
+    assert pairing.noise(found["one_model"], "no reuse", quoted.RATE) == pytest.approx(0.02)
+    ratio = pairing.compared(
+        found["one_model"], "no reuse", arms.KVPATCH, arms.KVCACHED, quoted.RATE
+    )
     assert ratio.median == pytest.approx(1.5)
 
 
@@ -258,6 +260,27 @@ def test_a_run_on_the_host_device_is_not_shown_as_one_of_a_gpu(folder):
         page.render(folder)
 
 
+def test_the_time_between_tokens_is_beside_that_of_static_memory(folder):
+    """Of each connector; the noise is that of equal arms."""
+    found = page.read(folder)
+    times = {arms.PLAIN: 9, arms.STATIC: 10, arms.KVPATCH: 11, arms.SIMPLE: 12}
+    runs = {
+        arm.name: [{"itl_ms": {"p50": ms, "p99": 2 * ms}}]
+        for arm, ms in (times | {arms.TWIN: 11.55}).items()
+    }
+    size = {"asked": 16, "long_answer": 128}
+    found["host"]["answers"] = {"loads": {"long answers": {"runs": runs}}, "size": size}
+    (row,) = (one for one in page.figures(found) if one.what.startswith("time between two tokens"))
+    ours, simple, plain = (
+        f"{one} ({one[:-1]} to {one[:-1]})" for one in ("1.100x", "1.200x", "0.900x")
+    )
+    noise = "equal arms differ by 5.0% and 5.0% at most"
+    assert row.measured == (
+        f"{ours} and {ours}; with SimpleCPUOffloadConnector {simple} and {simple}; {noise}"
+    )
+    assert row.beside.endswith(f"{plain} and {plain}")
+
+
 @pytest.mark.parametrize("words", [["--repeats", "0"], ["--only", "three"], ["--nonsense"]])
 def test_bad_options_end_with_one_sentence(words, capsys):
     with pytest.raises(SystemExit) as ended:
@@ -266,12 +289,13 @@ def test_bad_options_end_with_one_sentence(words, capsys):
     assert capsys.readouterr().err.splitlines()[-1].startswith("scripts/bench: error: ")
 
 
-def test_only_a_whole_run_is_what_the_page_shows(tmp_path, monkeypatch):
+def test_only_all_arms_of_a_part_are_what_the_page_shows(tmp_path, monkeypatch):
     from harness.bench import options
 
     monkeypatch.setattr(options, "SCRATCH", tmp_path)
-    assert parse([]).output == options.RESULTS / "host.json"
-    for words in (["--smoke"], ["--only", "one"], ["--arms", "kvcached"]):
+    for words in ([], ["--only", "answers"]):
+        assert parse(words).output == options.RESULTS / "host.json"
+    for words in (["--smoke"], ["--arms", "kvcached"]):
         assert parse(words).output.parent == tmp_path
     assert parse(["--repeats", "7"]).size == replace(FULL, repeats=7, neighbour_repeats=7)
 

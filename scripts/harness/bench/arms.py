@@ -20,12 +20,14 @@ class Arm:
         name: in messages and on the page.
         elastic: on kvcached's memory, or on vLLM's own.
         offloads: with an OffloadingConnector.
+        simple: with SimpleCPUOffloadConnector in its place, eager.
         twin: the same settings as another arm: the difference of the two is the noise.
     """
 
     name: str
     elastic: bool = False
     offloads: bool = False
+    simple: bool = False
     twin: bool = False
 
 
@@ -34,7 +36,10 @@ STATIC = Arm("vLLM + offloading", offloads=True)
 KVCACHED = Arm("kvcached alone", elastic=True)
 KVPATCH = Arm("kvcached + kvpatch", elastic=True, offloads=True)
 TWIN = Arm("kvcached + kvpatch, again", elastic=True, offloads=True, twin=True)
+SIMPLE = Arm("kvcached + kvpatch, SimpleCPUOffload", elastic=True, offloads=True, simple=True)
 ALL = (PLAIN, STATIC, KVCACHED, KVPATCH, TWIN)
+# Without kvpatch SimpleCPUOffloadConnector starts on a GPU only.
+ANSWERING = (PLAIN, STATIC, KVPATCH, SIMPLE, TWIN)
 
 
 def kind(
@@ -52,9 +57,12 @@ def kind(
     arguments = serve.arguments(blocks, BLOCK_TOKENS, size.max_model_len, size.peak)
     if arm.offloads:
         tier = size.tier_blocks * BLOCK_BYTES
-        config = connectors.offloading(tier, without_kvpatch=not arm.elastic)
+        if arm.simple:
+            config = connectors.simple(tier, lazy=False)
+        else:
+            config = connectors.offloading(tier, without_kvpatch=not arm.elastic)
+            arguments["worker-extension-cls"] = "harness.bench.probe.CopyCounter"
         arguments["kv-transfer-config"] = json.dumps(config)
-        arguments["worker-extension-cls"] = "harness.bench.probe.CopyCounter"
     # The host device runs kvcached only with kvpatch on; without a connector that is all it does.
     own = {"KVPATCH": "1", **SPARE_PAGES} if arm.elastic else {"KVPATCH": "0"}
     return Kind(arm.name, slug, arguments, ONE_THREAD | own | (environment or {}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import os
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -27,12 +28,15 @@ def arguments(load: Load, trace: Path, server: Server) -> list[str]:
         "dataset-path": trace,
         "timed-trace-chunk-hash-size": BLOCK_TOKENS,
         "num-prompts": len(load.prompts),
-        "max-concurrency": load.together,
         "temperature": 0,
         "ready-check-timeout-sec": 0,
     }
+    if math.isfinite(load.rate):
+        options["request-rate"] = load.rate
+    else:
+        options["max-concurrency"] = load.together
     line = [part for name, value in options.items() for part in (f"--{name}", str(value))]
-    # Not by the trace's clock: as fast as the server takes them, ``max-concurrency`` at a time.
+    # Not by the trace's clock.
     return [*line, "--no-self-timed", "--disable-tqdm", "--save-detailed"]
 
 

@@ -8,6 +8,7 @@ numbers which no other repeat has are prompts which no other repeat has.
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from pathlib import Path
 
 from harness.bench.sizes import BLOCK_TOKENS, Size
 
+RATE = 2.0  # requests in a second; half of what the model and a core can answer
 TURN_BLOCKS = 4  # the last answer, a block, and the user's next message
 
 
@@ -41,12 +43,18 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Load:
-    """Requests in the order they are sent, ``together`` in flight."""
+    """Requests in the order they are sent.
+
+    Attributes:
+        together: in flight, if no ``rate`` is given.
+        rate: requests that arrive in a second, at random, however many are in flight.
+    """
 
     name: str
     what: str
     prompts: tuple[Prompt, ...]
     together: int
+    rate: float = math.inf
 
 
 def numbers(name: str, repeat: int) -> count[int]:
@@ -88,7 +96,21 @@ def conversations(size: Size, repeat: int) -> Load:
     )
 
 
+def long_answers(size: Size, repeat: int) -> Load:
+    """Prompts that share nothing and arrive at a rate, with long answers: the time of a token.
+
+    The shape by which vLLM's SimpleCPUOffloadConnector was measured (vllm#37160), smaller. All of
+    them together are larger than the KV cache.
+    """
+    source = numbers("long answers", repeat)
+    blocks = size.prompt // BLOCK_TOKENS // 4
+    prompts = tuple(Prompt(_some(source, blocks), size.long_answer) for _ in range(size.asked))
+    what = "prompts that share nothing, at a rate, with long answers"
+    return Load("long answers", what, prompts, size.together, rate=RATE)
+
+
 LOADS = {"no reuse": no_reuse, "conversations": conversations}
+ANSWERS = {"long answers": long_answers}
 
 
 def peak(size: Size, model: str, repeat: int, returning: bool = False) -> Load:

@@ -33,7 +33,7 @@ def read(server: Server) -> dict[str, float]:
 
 def copies(server: Server) -> dict[str, int]:
     """Return what the worker's ``CopyCounter`` has counted so far."""
-    if not server.offloads:
+    if not server.has("worker-extension-cls"):
         return {"transfers": 0, "blocks": 0, "copies": 0}
     return dict(server.rpc("copies")[0])
 
@@ -53,6 +53,7 @@ def run(load: Load, server: Server, folder: Path, memory: MappedMemory) -> dict[
         "seconds": round(found["duration"], 4),
         "total_tokens_per_second": round(found["total_token_throughput"], 2),
         "ttft_ms": summary(found["ttfts"], 1000),
+        "itl_ms": summary([one for each in found["itls"] for one in each], 1000),
         "prompt_tokens": {name: int(after[name] - before[name]) for name in TOKENS},
         "copies": {name: now[name] - copied[name] for name in now},
         "mapped_bytes": {"peak": max(mapped, default=0), "end": sum(memory.look().values())},

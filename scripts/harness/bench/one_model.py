@@ -6,17 +6,17 @@ them has requests at a time; the others are idle.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from harness.bench import arms as known
 from harness.bench.arms import Arm
-from harness.bench.loads import LOADS, Load
+from harness.bench.loads import Load
 from harness.bench.measure import run
 from harness.bench.memory import MappedMemory
-from harness.bench.sizes import BLOCK_BYTES
+from harness.bench.sizes import BLOCK_BYTES, Size
 from harness.bench.starting import Starter
 from harness.serve import Server
 
@@ -40,12 +40,14 @@ class OneModel:
     Attributes:
         arms: what is compared.
         starter: starts servers.
-        save: called after each load, with everything measured so far.
+        loads: by their names.
+        slug: of its servers, which no other part has.
     """
 
     arms: Sequence[Arm]
     starter: Starter
-    save: Callable[[dict[str, Any]], None]
+    loads: Mapping[str, Callable[[Size, int], Load]]
+    slug: str
 
     def __post_init__(self) -> None:
         self._size, self._screen = self.starter.size, self.starter.screen
@@ -59,11 +61,10 @@ class OneModel:
                 self._repeat(repeat, servers)
             for arm, server in servers.items():
                 self.result["arms"][arm.name]["host_bytes_at_end"] = server.memory()
-        self.save(self.result)
         return self.result
 
     def _start(self, arm: Arm, number: int, stack: ExitStack) -> Server:
-        kind = known.kind(arm, self._size, self._size.blocks, f"one{number}")
+        kind = known.kind(arm, self._size, self._size.blocks, f"{self.slug}{number}")
         server = self.starter.start(stack, kind)
         self.result["arms"][arm.name] = {
             "elastic": arm.elastic,
@@ -77,7 +78,7 @@ class OneModel:
         return server
 
     def _repeat(self, repeat: int, servers: dict[Arm, Server]) -> None:
-        for name, make in LOADS.items():
+        for name, make in self.loads.items():
             load = make(self._size, repeat)
             rows = self.result["loads"].setdefault(
                 name,
@@ -100,7 +101,6 @@ class OneModel:
                 )
                 + " tok/s"
             )
-            self.save(self.result)
 
     def _run(self, load: Load, server: Server) -> dict[str, Any]:
         folder = self.starter.folders[server]

@@ -10,7 +10,8 @@ from harness.bench.sizes import FULL, SMOKE, Size
 
 RESULTS = ROOT / "docs/results"
 SCRATCH = ROOT / "bench-results"
-PARTS = ("one", "two")
+# By their names in the result file.
+PARTS = {"one": "one_model", "two": "two_models", "answers": "answers"}
 
 DESCRIPTION = """\
 Compare vLLM's ways to keep KV on the host device at equal memory budgets: throughput,
@@ -44,7 +45,8 @@ def parse(arguments: list[str]) -> Options:
     parser.add_argument(
         "--only",
         choices=PARTS,
-        help="one: one model on a device; two: two models on one device (default: both)",
+        help="one: one model on a device; two: two models on one device; answers: "
+        "long answers to prompts that arrive at a rate (default: all)",
     )
     parser.add_argument(
         "--arms", default="", metavar="TEXT", help="only arms whose name has this in it"
@@ -57,15 +59,15 @@ def parse(arguments: list[str]) -> Options:
         if not 1 <= chosen.repeats <= 100:
             parser.error(f"--repeats {chosen.repeats} is not between 1 and 100")
         size = replace(size, repeats=chosen.repeats, neighbour_repeats=chosen.repeats)
-    # Only a full run of everything is what docs/numbers.md shows.
-    whole = kind == "full" and not (chosen.only or chosen.arms)
+    # Only full runs of all arms are what docs/numbers.md shows.
+    whole = kind == "full" and not chosen.arms
     output = chosen.output or (RESULTS / "host.json" if whole else SCRATCH / f"{kind}.json")
     console.make_folders(parser, output.parent, chosen.keep_logs)
     return Options(
         kind=kind,
         size=size,
         output=output,
-        parts=(chosen.only,) if chosen.only else PARTS,
+        parts=(chosen.only,) if chosen.only else tuple(PARTS),
         arms=chosen.arms,
         logs=chosen.keep_logs,
         command=" ".join(["scripts/bench", *arguments]),

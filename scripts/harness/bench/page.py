@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from harness import markdown
 from harness.bench import arms, pairing, plots, steps_goals, two_models
+from harness.bench.loads import RATE as RATE_OF_ANSWERS
 from harness.bench.quoted import RATE, eight_models
 from harness.figures import svg
 
@@ -83,6 +84,7 @@ def figures(found: dict[str, Any]) -> Iterator[Figure]:
     for file, of in (
         ("host", _one_model),
         ("host", _two_models),
+        ("host", _answers),
         ("sharing", _host_pool),
         ("sharing", lambda sharing: [eight_models(sharing)]),
         ("suspend", _suspensions),
@@ -102,16 +104,16 @@ Rows = Iterator[tuple[str, str, str]]
 
 
 def _one_model(host: Result) -> Rows:
-    ours, alone = arms.KVPATCH, arms.KVCACHED
+    ours, alone, one = arms.KVPATCH, arms.KVCACHED, host["one_model"]
     for load, what in (
         ("conversations", "conversations that return after their eviction"),
         ("no reuse", "prompts without reuse, which only cost"),
     ):
-        static = pairing.compared(host, load, arms.STATIC, arms.PLAIN, RATE)
+        static = pairing.compared(one, load, arms.STATIC, arms.PLAIN, RATE)
         yield (
             f"tokens/s with offloading over without, {what}",
-            f"{pairing.compared(host, load, ours, alone, RATE)}; equal arms differ by "
-            f"{pairing.noise(host, load, RATE):.1%} at most",
+            f"{pairing.compared(one, load, ours, alone, RATE)}; equal arms differ by "
+            f"{pairing.noise(one, load, RATE):.1%} at most",
             f"vLLM on static memory: {static}",
         )
     loads = host["one_model"]["loads"]
@@ -127,6 +129,30 @@ def _one_model(host: Result) -> Rows:
         copies_per_block(host, ours),
         f"vLLM + offloading on static memory, a copy for each layer: "
         f"{copies_per_block(host, arms.STATIC)}",
+    )
+
+
+def _answers(host: Result) -> Rows:
+    if (part := host.get("answers")) is None:
+        return
+    (load,) = part["loads"]
+
+    def said(figure: str, first: arms.Arm, second: arms.Arm) -> str:
+        return str(pairing.compared(part, load, first, second, f"itl_ms.{figure}"))
+
+    of_equal = (pairing.noise(part, load, f"itl_ms.{one}") for one in ("p50", "p99"))
+    noise = " and ".join(f"{one:.1%}" for one in of_equal)
+
+    def both(first: arms.Arm, second: arms.Arm) -> str:
+        return " and ".join(said(one, first, second) for one in ("p50", "p99"))
+
+    yield (
+        "time between two tokens, P50 and P99, over vLLM's with OffloadingConnector on static "
+        f"memory; {part['size']['asked']} requests at {RATE_OF_ANSWERS:g} a second, answers of "
+        f"{part['size']['long_answer']} tokens",
+        f"{both(arms.KVPATCH, arms.STATIC)}; with SimpleCPUOffloadConnector "
+        f"{both(arms.SIMPLE, arms.STATIC)}; equal arms differ by {noise} at most",
+        f"plain vLLM, which stores nothing: {both(arms.PLAIN, arms.STATIC)}",
     )
 
 

@@ -68,13 +68,26 @@ def pair(first: Sequence[float], second: Sequence[float]) -> Pair:
 
 
 def compared(
-    host: dict[str, Any], load: str, first: arms.Arm, second: arms.Arm, figure: str
+    part: dict[str, Any], load: str, first: arms.Arm, second: arms.Arm, figure: str
 ) -> Pair:
-    """Return the ratios of one arm's figure to another's on a load of ``host.json``."""
-    runs = host["one_model"]["loads"][load]["runs"]
-    return pair(*([run[figure] for run in runs[arm.name]] for arm in (first, second)))
+    """Return the ratios of one arm's figure to another's on a load of a part of ``host.json``.
+
+    Args:
+        part: of the result.
+        load: its name.
+        first, second: two arms.
+        figure: where it is in a run, with dots.
+    """
+    runs = part["loads"][load]["runs"]
+    return pair(*([_in(run, figure) for run in runs[arm.name]] for arm in (first, second)))
 
 
-def noise(host: dict[str, Any], load: str, figure: str) -> float:
+def _in(run: Any, figure: str) -> float:
+    for name in figure.split("."):
+        run = run[name]
+    return float(run)
+
+
+def noise(part: dict[str, Any], load: str, figure: str) -> float:
     """Return the largest difference of the two equal arms."""
-    return compared(host, load, arms.TWIN, arms.KVPATCH, figure).noise
+    return compared(part, load, arms.TWIN, arms.KVPATCH, figure).noise

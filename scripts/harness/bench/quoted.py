@@ -57,8 +57,8 @@ def sections(found: dict[str, Any]) -> dict[str, str]:
 def _rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     host = found["host"]
     for words, load, against, path in FIGURES:
-        ratio = pairing.compared(host, load, arms.KVPATCH, against, path)
-        yield words, f"{ratio}, noise {pairing.noise(host, load, path):.1%}"
+        ratio = pairing.compared(host["one_model"], load, arms.KVPATCH, against, path)
+        yield words, f"{ratio}, noise {pairing.noise(host['one_model'], load, path):.1%}"
     yield eight_models(found["sharing"])[:2]
     if "engines" in found["sharing"]:
         yield _served(found["sharing"]["engines"])

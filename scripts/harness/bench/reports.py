@@ -17,6 +17,7 @@ def measure(
     parts: Mapping[str, Callable[[], Result]],
     only: Collection[str] | None,
     report: Path,
+    echo: bool = True,
 ) -> None:
     """Run parts, and write what each found as soon as it did.
 
@@ -25,6 +26,7 @@ def measure(
         parts: all that the report can have.
         only: those that are run; None for all.
         report: whose other parts are kept.
+        echo: print what each found.
     """
     head = provenance.header(command)
     before = json.loads(report.read_text()) if report.exists() else {"runs": {}}
@@ -33,7 +35,8 @@ def measure(
     for part in only or parts:
         result[part] = parts[part]()
         result["runs"][part] = head
-        print(json.dumps({part: result[part]}), flush=True)
+        if echo:
+            print(json.dumps({part: result[part]}), flush=True)
         provenance.write(result, report)
 
 

@@ -1,4 +1,4 @@
-"""A run of both parts, and its result file."""
+"""A run of the chosen parts, and its result file."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any, TypeVar
 
-from harness import provenance
-from harness.bench import arms, two_models
+from harness.bench import arms, loads, reports, two_models
 from harness.bench.one_model import OneModel
-from harness.bench.options import Options
+from harness.bench.options import PARTS, Options
 from harness.bench.sizes import KV_HEADS
 from harness.bench.starting import Starter
 from harness.bench.two_models import TwoModels
@@ -23,31 +22,30 @@ Named = TypeVar("Named", arms.Arm, two_models.Shared)
 
 
 def run(options: Options, screen: Screen) -> int:
-    """Measure the chosen parts; what was measured so far is written all the time."""
-    result: dict[str, Any] = {
-        **provenance.header(options.command),
-        "kind": options.kind,
-        "size": asdict(options.size),
-    }
-
-    def save(part: str, found: dict[str, Any]) -> None:
-        result[part] = found
-        result["minutes"] = round(screen.seconds / 60, 1)
-        provenance.write(result, options.output)
-
-    for part in options.parts:
-        # Servers of one part are gone before those of the next take their memory.
-        with workspace() as folder:
-            models = {name: kept_model(seed, screen.say, KV_HEADS) for name, seed in SEEDS.items()}
-            starter = Starter(models, folder, options.size, screen, options.logs)
-            if part == "one":
-                own = chosen(options, arms.ALL)
-                OneModel(own, starter, partial(save, "one_model")).measure()
-            else:
-                pairs = chosen(options, two_models.ALL)
-                TwoModels(pairs, starter, partial(save, "two_models")).measure()
+    """Measure the chosen parts; what is measured is written after each of them."""
+    parts = {key: partial(measured, name, options, screen) for name, key in PARTS.items()}
+    only = [PARTS[name] for name in options.parts]
+    reports.measure(options.command, parts, only, options.output, echo=False)
     screen.say(f"written to {options.output}")
     return 0
+
+
+def measured(part: str, options: Options, screen: Screen) -> dict[str, Any]:
+    """Return what was measured of a part; its servers are gone then."""
+    begun = screen.seconds
+    with workspace() as folder:
+        models = {name: kept_model(seed, screen.say, KV_HEADS) for name, seed in SEEDS.items()}
+        starter = Starter(models, folder, options.size, screen, options.logs)
+        if part == "one":
+            own = chosen(options, arms.ALL)
+            found = OneModel(own, starter, loads.LOADS, part).measure()
+        elif part == "answers":
+            own = chosen(options, arms.ANSWERING)
+            found = OneModel(own, starter, loads.ANSWERS, part).measure()
+        else:
+            found = TwoModels(chosen(options, two_models.ALL), starter).measure()
+    minutes = round((screen.seconds - begun) / 60, 1)
+    return found | {"size": asdict(options.size), "minutes": minutes}
 
 
 def chosen(options: Options, every: Sequence[Named]) -> list[Named]:

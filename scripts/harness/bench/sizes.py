@@ -26,6 +26,7 @@ class Size:
         prompts: prompts of the load without reuse.
         conversations, turns: of the load that returns.
         answer: tokens that are generated for each prompt.
+        asked, long_answer: prompts of the load of long answers, and tokens of each answer.
         together: requests in flight.
         peak: prompts that a model has at once at its peak, when two share a device.
         neighbour_repeats: repeats of the two models.
@@ -39,6 +40,8 @@ class Size:
     conversations: int = 5
     turns: int = 3
     answer: int = 32
+    asked: int = 16
+    long_answer: int = 128
     together: int = 2
     peak: int = 8
     neighbour_repeats: int = 5
@@ -60,6 +63,8 @@ SMOKE = Size(
     conversations=4,
     turns=2,
     answer=4,
+    asked=3,
+    long_answer=8,
     peak=6,
     neighbour_repeats=1,
 )

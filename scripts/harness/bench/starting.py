@@ -59,7 +59,7 @@ class Starter:
             raise server.failure("did not report its KV cache on elastic memory")
         serve(self._warm_up(), server, folder)
         server.reset_caches()
-        if server.offloads:
+        if server.has("worker-extension-cls"):
             server.rpc("count_copies")
         self.screen.say(f"{kind.name}: ready after {server.start_seconds:.0f} s")
         return server

@@ -9,7 +9,7 @@ default, which keeps some, runs beside them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -71,12 +71,10 @@ class TwoModels:
     Attributes:
         shared: what is compared.
         starter: starts servers.
-        save: called with everything measured so far, after each arm.
     """
 
     shared: Sequence[Shared]
     starter: Starter
-    save: Callable[[dict[str, Any]], None]
 
     def __post_init__(self) -> None:
         self._blocks = device_blocks(self.starter.size)
@@ -99,7 +97,6 @@ class TwoModels:
                     cycle = self._cycle(one, pairs[one], repeat)
                     self.result["cycles"][one.name].append(cycle)
                     self._say(one, cycle, repeat)
-                    self.save(self.result)
         return self.result
 
     def _say(self, one: Shared, cycle: dict[str, Any], repeat: int) -> None:

@@ -413,9 +413,11 @@ def tried_cells(vllm: str) -> Iterator[Cell]:
             yield Cell(
                 vllm, runner, LAYOUTS[turn % 2], connector, models[turn // 2 % len(models)], name
             )
+            # Of what drafts by itself these kinds run in one mode only.
+            own = modes[0] if connector in modes and "mtp" in name.split(TOGETHER) else connector
             for kind in feature.each:
                 if Version(vllm) >= _since(name, kind):
-                    yield Cell(vllm, runner, LAYOUTS[0], connector, kind, name)
+                    yield Cell(vllm, runner, LAYOUTS[0], own, kind, name)
 
 
 def settings_of(cell: Cell) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ from harness import experts
 from harness.engines.plugins import UNTIL_IT_RAN
 from harness.engines.runs import (
     LATENTS,
+    READ_STATES,
     SPECULATIONS,
     Device,
     Run,
@@ -450,8 +451,13 @@ def _pool() -> str:
 
 
 def cached_of(wanted: Run) -> int:
-    """Return how many tokens of each prompt a tier can have."""
-    return CACHED_WITH_STATES if wanted.model == "hybrid" else CACHED
+    """Return how many tokens of each prompt a tier can have.
+
+    What drafts from states computes the last block again, and what is before it ends a chunk.
+    """
+    if wanted.model != "hybrid":
+        return CACHED
+    return CACHED_WITH_STATES + block_tokens(wanted) * (wanted.speculation in READ_STATES)
 
 
 def asked_of(wanted: Run, trial: Trial) -> dict[str, Any]:
