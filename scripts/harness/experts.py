@@ -15,7 +15,8 @@ KIND, LATENT, HYBRID = ("experts", "latent experts", "hybrid experts")
 INDEXED = "indexed"  # latent attention to ``CHOSEN`` tokens, without experts and with them
 SPARSE = (INDEXED, f"{INDEXED} {KIND}")
 DRAFTED = ("latent mtp", "hybrid mtp")
-KINDS = (KIND, LATENT, HYBRID, *DRAFTED, *SPARSE)
+DELTA = "hybrid delta"
+KINDS = (KIND, LATENT, HYBRID, *DRAFTED, DELTA, *SPARSE)
 CHOSEN = 256
 LAYERS, EXPERTS, SEED = 4, 8, 7
 # Where others say how their experts are.
@@ -49,7 +50,8 @@ def make_model(folder: Path, kind: str = KIND, kv_heads: int = 4) -> Path:
     of whose layers have experts. indexed, indexed experts: GLM-5's, whose indexers choose the
     tokens of the same attention; the first is dense, and the other has a layer that drafts, too.
     latent mtp: DeepSeek-V3's, dense, the same. hybrid mtp: Nemotron-H's, dense: Mamba2 and
-    attention in turn, and attention that drafts.
+    attention in turn, and attention that drafts. hybrid delta: Qwen3-Next's, dense: gated delta
+    nets and attention in turn.
 
     Returns:
         ``folder``; nothing is written when the model is already there.
@@ -114,6 +116,19 @@ def make_model(folder: Path, kind: str = KIND, kv_heads: int = 4) -> Path:
             ssm_state_size=16,
             mamba_chunk_size=64,
             rescale_prenorm_residual=False,
+            **{name: value for name, value in shape.items() if name not in OF_EXPERTS},
+        )
+    elif kind == DELTA:
+        config = transformers.Qwen3NextConfig(
+            num_hidden_layers=LAYERS,
+            layer_types=["linear_attention", "full_attention"] * (LAYERS // 2),
+            mlp_only_layers=list(range(LAYERS)),
+            num_key_value_heads=kv_heads,
+            head_dim=32,
+            linear_num_key_heads=2,
+            linear_num_value_heads=2,
+            linear_key_head_dim=64,
+            linear_value_head_dim=64,
             **{name: value for name, value in shape.items() if name not in OF_EXPERTS},
         )
     elif kind == HYBRID:

@@ -58,6 +58,7 @@ class Run:
 
     model: str = "llama"
     experts: bool = False  # in its layers; a model of latent attention and a hybrid can have them
+    delta: bool = False  # a hybrid's states are those of gated delta nets
     kv_heads: int = 4
     vllm: str = ""  # a release with an environment of its own; empty: the one in .venv
     runner: str = "v1"
@@ -166,6 +167,8 @@ def model_of(kind: str, kv_heads: int = 4, vllm: str = "") -> Path:
 
 def weights_name(run: Run) -> str:
     """The kind of the model of a run, as it is made."""
+    if run.delta:
+        return experts.DELTA
     drafted = f"{run.model} {run.speculation}"
     if drafted in experts.DRAFTED:
         return drafted

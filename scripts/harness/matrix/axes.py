@@ -243,6 +243,8 @@ SETTINGS = (
     ),
     # Blocks of the same tokens that only the images before them tell apart.
     Feature("images", {}, ("full attention",), since="0.28", admitted=False),
+    # States of Qwen3-Next and Qwen3.5, in place of Mamba2's; before, a CPU has no kernels for them.
+    Feature("gated delta net", {}, ("hybrid",), since="0.33", admitted=False),
     # CPU tiers of all engines in one pool. No GPU has run it.
     Feature(
         "host pool",
@@ -363,6 +365,7 @@ TRIED = (
     *(admitted.together(*pair) for pair in PAIRS),
     *EXPERTS.values(),
     "images",
+    "gated delta net",
 )
 
 
@@ -410,12 +413,14 @@ def tried_cells(vllm: str) -> Iterator[Cell]:
                 continue
             turn = number + offset
             models = feature.models[:1] if is_paired else feature.models
-            yield Cell(
-                vllm, runner, LAYOUTS[turn % 2], connector, models[turn // 2 % len(models)], name
-            )
+            is_of_a_kind = models[0] in admitted.KINDS
+            if not is_of_a_kind:
+                model = models[turn // 2 % len(models)]
+                yield Cell(vllm, runner, LAYOUTS[turn % 2], connector, model, name)
             # Of what drafts by itself these kinds run in one mode only.
-            own = modes[0] if connector in modes and "mtp" in name.split(TOGETHER) else connector
-            for kind in feature.each:
+            in_one_mode = is_of_a_kind or "mtp" in name.split(TOGETHER)
+            own = modes[0] if connector in modes and in_one_mode else connector
+            for kind in models if is_of_a_kind else feature.each:
                 if Version(vllm) >= _since(name, kind):
                     yield Cell(vllm, runner, LAYOUTS[0], own, kind, name)
 

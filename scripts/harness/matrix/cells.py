@@ -96,6 +96,7 @@ FEATURES: dict[str, dict[str, Any]] = {
         "settings": (("enable_expert_parallel", True),),
     },
     "images": {"model": "seeing"},
+    "gated delta net": {"delta": True},
     "KV events": {"events": True},
     "arc": {"policy": "arc"},
     "idle": {},  # see ``giving``
