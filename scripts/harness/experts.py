@@ -26,6 +26,7 @@ OF_OTHERS = (
     "first_k_dense_replace",
     "moe_intermediate_size",
 )
+OF_GLM = ("n_routed_experts", "n_shared_experts", "first_k_dense_replace")
 OF_EXPERTS = (*OF_OTHERS, "num_experts_per_tok")
 LAST_ATTENTION = 6  # of the layers of the hybrid that drafts
 # Of the attention that vLLM's CPU backend has, as ``harness.models`` has it.
@@ -50,8 +51,8 @@ def make_model(folder: Path, kind: str = KIND, kv_heads: int = 4) -> Path:
     of whose layers have experts. indexed, indexed experts: GLM-5's, whose indexers choose the
     tokens of the same attention; the first is dense, and the other has a layer that drafts, too.
     latent mtp: DeepSeek-V3's, dense, the same. hybrid mtp: Nemotron-H's, dense: Mamba2 and
-    attention in turn, and attention that drafts. hybrid delta: Qwen3-Next's, dense: gated delta
-    nets and attention in turn.
+    attention in turn, and attention that drafts. hybrid delta: Qwen3-Next's: gated delta nets and
+    attention in turn, the last layer with experts.
 
     Returns:
         ``folder``; nothing is written when the model is already there.
@@ -122,14 +123,16 @@ def make_model(folder: Path, kind: str = KIND, kv_heads: int = 4) -> Path:
         config = transformers.Qwen3NextConfig(
             num_hidden_layers=LAYERS,
             layer_types=["linear_attention", "full_attention"] * (LAYERS // 2),
-            mlp_only_layers=list(range(LAYERS)),
+            mlp_only_layers=list(range(LAYERS - 1)),  # vLLM wants experts in one layer at least
+            num_experts=EXPERTS,
+            shared_expert_intermediate_size=128,
             num_key_value_heads=kv_heads,
             head_dim=32,
             linear_num_key_heads=2,
             linear_num_value_heads=2,
             linear_key_head_dim=64,
             linear_value_head_dim=64,
-            **{name: value for name, value in shape.items() if name not in OF_EXPERTS},
+            **{name: value for name, value in shape.items() if name not in OF_GLM},
         )
     elif kind == HYBRID:
         config = transformers.GraniteMoeHybridConfig(
