@@ -214,13 +214,8 @@ def served(result: dict[str, Any]) -> str:
     ]
     head = (
         *("`scripts/cuda serve`", "rounds", "wrong answers", "ties", "tokens from the tier"),
-        *(
-            "complaints",
-            "seconds to start",
-            "to its first token",
-            "of processor to it",
-            "environment",
-        ),
+        *("complaints", "seconds to start", "to its first token", "of processor to it"),
+        "environment",
     )
     lines = " and ".join(f"{count:,} lines of {name}" for name, count in result["lines"].items())
     return f"{table(head, rows, RIGHT)}\n\nThe device has {lines}.\n"

@@ -117,7 +117,7 @@ def make_model(folder: Path, kind: str = KIND, kv_heads: int = 4) -> Path:
             ssm_state_size=16,
             mamba_chunk_size=64,
             rescale_prenorm_residual=False,
-            **{name: value for name, value in shape.items() if name not in OF_EXPERTS},
+            **without(shape, *OF_EXPERTS),
         )
     elif kind == DELTA:
         config = transformers.Qwen3NextConfig(
@@ -132,7 +132,7 @@ def make_model(folder: Path, kind: str = KIND, kv_heads: int = 4) -> Path:
             linear_num_value_heads=2,
             linear_key_head_dim=64,
             linear_value_head_dim=64,
-            **{name: value for name, value in shape.items() if name not in OF_GLM},
+            **without(shape, *OF_GLM),
         )
     elif kind == HYBRID:
         config = transformers.GraniteMoeHybridConfig(
@@ -140,7 +140,7 @@ def make_model(folder: Path, kind: str = KIND, kv_heads: int = 4) -> Path:
             num_hidden_layers=LAYERS,
             num_key_value_heads=kv_heads,
             num_local_experts=EXPERTS,
-            **{name: value for name, value in shape.items() if name not in OF_OTHERS},
+            **without(shape, *OF_OTHERS),
         )
     else:
         config = transformers.Glm4MoeConfig(
@@ -154,6 +154,11 @@ def make_model(folder: Path, kind: str = KIND, kv_heads: int = 4) -> Path:
     if kind == "hybrid mtp":
         let_attention_draft(folder)
     return folder
+
+
+def without(shape: dict[str, Any], *names: str) -> dict[str, Any]:
+    """Return a shape without what another architecture has no name for."""
+    return {name: value for name, value in shape.items() if name not in names}
 
 
 def let_the_last_layer_draft(folder: Path) -> None:

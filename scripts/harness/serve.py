@@ -150,7 +150,7 @@ class Server:
     @property
     def offloads(self) -> bool:
         """Whether it has a connector."""
-        return "kv-transfer-config" in self._options
+        return self.has("kv-transfer-config")
 
     def has(self, option: str) -> bool:
         """Return whether it was started with an option of ``vllm serve``."""

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from harness.bench.sizes import BLOCK_TOKENS, Size
 
-RATE = 2.0  # requests in a second; half of what the model and a core can answer
+RATE = 2.0  # requests in a second
 TURN_BLOCKS = 4  # the last answer, a block, and the user's next message
 
 

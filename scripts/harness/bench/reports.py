@@ -29,9 +29,9 @@ def measure(
         echo: print what each found.
     """
     head = provenance.header(command)
-    before = json.loads(report.read_text()) if report.exists() else {"runs": {}}
-    kept = {name: before[name] for name in before["runs"]}
-    result = head | kept | {"runs": before["runs"]}
+    before = json.loads(report.read_text()) if report.exists() else {}
+    runs = before.get("runs", {})  # none of a report that was measured at once
+    result = head | {name: before[name] for name in runs} | {"runs": runs}
     for part in only or parts:
         result[part] = parts[part]()
         result["runs"][part] = head
