@@ -1,6 +1,9 @@
 """The kernels that the harness brings to vLLM's CPU build, against the same computed plainly."""
 
 import pytest
+
+pytest.importorskip("torch")  # scripts/pythons is without
+
 import torch
 
 from harness.engines import cpu_kernels
