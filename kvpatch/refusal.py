@@ -253,6 +253,7 @@ CODES = {
         "`test_kvcached_takes_no_windows_of_latents` in tests/engine/test_specs_of_kvcached.py; "
         "ovg-project/kvcached, cache_geometry in 0.1.6",
     ),
+    "KVP394": _not_validated("offloading of hybrid models of gated delta nets"),
     "KVP401": _incompatible(
         "the scheduler's block pool is not kvcached's", "ovg-project/kvcached#316"
     ),

@@ -146,7 +146,8 @@ def test_every_feature_of_the_matrix_changes_the_engine(asked):
     for feature in every[1:]:
         if feature.name == "idle":  # it has a load of its own
             continue
-        cell = replace(CELL, model=feature.models[0], feature=feature.name)
+        kind = (*feature.models, *feature.each)[0]
+        cell = replace(CELL, model=kind, feature=feature.name)
         _, ours, _ = asked(cell)
         without = asked(replace(cell, feature=NONE))[1]
         assert ours != replace(without, asynchronous=ours.asynchronous), feature.name

@@ -30,6 +30,7 @@ def test_validated_kinds():
     check_kinds(plan(spec("FullAttentionSpec"), spec("SlidingWindowSpec")))
     check_kinds(plan(spec("MLAAttentionSpec")))
     check_kinds(plan(spec("FullAttentionSpec"), mamba("MAMBA2", "align")))
+    check_kinds(plan(spec("FullAttentionSpec"), mamba("GDN_ATTN", "align")))
 
 
 @pytest.mark.parametrize(
@@ -37,7 +38,8 @@ def test_validated_kinds():
     [
         (spec("ChunkedLocalAttentionSpec"), "ChunkedLocalAttentionSpec"),
         (mamba("MAMBA2", "all"), "MambaSpec of MAMBA2 layers in the mamba_cache_mode all"),
-        (mamba("GDN_ATTN", "align"), "MambaSpec of GDN_ATTN layers in the mamba_cache_mode align"),
+        (mamba("GDN_ATTN", "all"), "MambaSpec of GDN_ATTN layers in the mamba_cache_mode all"),
+        (mamba("MAMBA1", "align"), "MambaSpec of MAMBA1 layers in the mamba_cache_mode align"),
     ],
 )
 def test_other_kinds(other, named):

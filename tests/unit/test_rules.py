@@ -21,6 +21,7 @@ from kvpatch.environ import (
 from kvpatch.host_memory import HostMemory
 from kvpatch.patches.elastic_memory import configuration, lifting
 from kvpatch.patches.kvcached_adapters.rules import V1_ON_LATER
+from kvpatch.patches.offloading import place
 from kvpatch.patches.offloading.rules import DRAFTING
 from kvpatch.pool import ledger
 from kvpatch.pool.record import Limit, Owner
@@ -169,6 +170,7 @@ ONE_RANK, TWO_RANKS, FOUR_RANKS = ranks(1), ranks(2), ranks(4)
 STAGES, STAGES_OF_RANKS = ranks(1, stages=2), ranks(2, stages=2)
 ENGINES = {"machine__device": "cpu"} | engines(2) | ONE_RANK
 HYBRID = {"model_config__is_hybrid": True}
+DELTA_NETS = HYBRID | {"model_config__hf_text_config": SimpleNamespace(linear_num_value_heads=2)}
 LATENT = {"model_config__use_mla": True}
 EVENTS = {"kv_events_config": SimpleNamespace(enable_kv_cache_events=True)}
 POOLING = {"model_config__runner_type": "pooling"}
@@ -455,6 +457,11 @@ case(
     "a KV connector is configured for JambaForCausalLM",
     HYBRID | FOUR_RANKS | V2_OF_32 | simple(lazy_offload=True),
     HYBRID | ONE_RANK | V2_OF_30 | LATENT,
+)
+case(
+    "KVP394",
+    "a KV connector is configured for JambaForCausalLM, a hybrid of gated delta nets",
+    DELTA_NETS | ONE_RANK | V2_OF_30,
 )
 case(
     "KVP331",
@@ -1093,6 +1100,22 @@ def test_a_hybrid_on_several_ranks_starts_where_two_ran(ran):
     ran("2 ranks", models=("hybrid",))
     assert rule.refusal(four, facts("0.32.0")) is None
     assert rule.refusal(alone, facts("0.32.0")) is not None
+
+
+def test_gated_delta_nets_start_where_they_ran(monkeypatch):
+    """States of Mamba2 that ran say nothing of them, nor they alone of what is beside them."""
+    here = config(**DELTA_NETS | V2_OF_33 | ONE_RANK)
+    in_fp8 = config(**DELTA_NETS | V2_OF_33 | ONE_RANK | FP8)
+    monkeypatch.setattr(place, "starts_with", lambda *_: True)
+    ran = {"fp8"}
+    monkeypatch.setattr(admitted, "ran_with", lambda name, *_: name in ran)
+    assert check(config(**HYBRID | V2_OF_33 | ONE_RANK | FP8)) is None
+    assert check(here).code == "KVP394"
+    ran.add("gated delta net")
+    assert check(here) is None
+    assert check(in_fp8).code == "KVP376"
+    ran.add("fp8 + gated delta net")
+    assert check(in_fp8) is None
 
 
 def test_two_stages_of_one_rank_are_not_those_of_two(ran):

@@ -25,7 +25,7 @@ from kvpatch.upstream.kvcached_api import block_view
 # Specs whose blocks are validated byte for byte by a store and load round trip.
 VALIDATED_SPECS = ("FullAttentionSpec", "SlidingWindowSpec", "MLAAttentionSpec", "MambaSpec")
 # State-space layers: the name in vLLM's ``MambaAttentionBackendEnum``, and the mamba_cache_mode.
-VALIDATED_STATES = (("MAMBA2", "align"),)
+VALIDATED_STATES = (("MAMBA2", "align"), ("GDN_ATTN", "align"))
 # torch's names.
 VALIDATED_DTYPES = ("bfloat16", "float16", "float32")
 # On the releases of ``supported.FP8``: fp8, one byte for each value, which is uint8 in most of

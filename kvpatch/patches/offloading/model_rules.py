@@ -14,6 +14,7 @@ from kvpatch.versions import Facts, Span
 
 # Experts over several ranks: the name of their runs, by whether each rank has experts of its own.
 EXPERTS = {False: "experts", True: "expert parallelism"}
+DELTA = "gated delta net"  # the name of the runs of a hybrid with such states
 SEVERAL_RANKS = "2 ranks"  # of tensor parallelism, by the name of its cells
 _RANKS = (place.ALONE, SEVERAL_RANKS)
 # Where models that are run for their pooled states were compared. SimpleCPUOffloadConnector of
@@ -46,6 +47,12 @@ def _hybrid(config: Any, facts: Facts) -> bool:
     """Return whether a model is hybrid, where that did not run; none with latent attention did."""
     model = config.model_config
     return place.is_hybrid(model) and (model.use_mla or not _ran_on_ranks(config, facts))
+
+
+def _delta_nets(config: Any, facts: Facts) -> bool:
+    """Return whether a hybrid has states of a kind that did not run; Mamba2's did (KVP311)."""
+    has = place.has_delta_nets(config.model_config)
+    return has and not place.ran_with(DELTA, config, facts)
 
 
 def _ran_on_ranks(config: Any, facts: Facts) -> bool:
@@ -141,6 +148,15 @@ RULES = (
         _hybrid,
         _model,
         "hybrid models are validated " + admitted.where(*_RANKS, model=place.HYBRID),
+        "use one of these, or run this model without a KV connector",
+    ),
+    Rule(
+        "KVP394",
+        "offloading of hybrid models of gated delta nets (Qwen3-Next, Qwen3.5), except where "
+        "engines ran",
+        _delta_nets,
+        lambda config, facts: f"{_model(config, facts)}, a hybrid of gated delta nets",
+        f"they are validated {admitted.with_connectors(DELTA)}",
         "use one of these, or run this model without a KV connector",
     ),
     Rule(

@@ -81,6 +81,12 @@ def is_hybrid(model: Any) -> bool:
     return model is not None and bool(model.is_hybrid)
 
 
+def has_delta_nets(model: Any) -> bool:
+    """Return whether a hybrid's states are those of gated delta nets (Qwen3-Next, Qwen3.5)."""
+    heads = getattr(getattr(model, "hf_text_config", None), "linear_num_value_heads", None)
+    return is_hybrid(model) and bool(heads)
+
+
 def has_indexer(model: Any) -> bool:
     """Return whether an indexer chooses the tokens that latent attention attends to."""
     return bool(getattr(getattr(model, "hf_text_config", None), "index_topk", None))

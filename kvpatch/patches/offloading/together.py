@@ -103,6 +103,9 @@ SETTINGS = {
         ),
         "the tier obj",
     ),
+    model_rules.DELTA: Setting(
+        lambda config, facts: place.has_delta_nets(config.model_config), "gated delta nets"
+    ),
     "host pool": Setting(_is_set(HOST_POOL), HOST_POOL.name),
     "idle": Setting(_is_set(IDLE), IDLE.name),
     "first limit": Setting(_is_set(FIRST_LIMIT), FIRST_LIMIT.name),

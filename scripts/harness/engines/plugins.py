@@ -14,8 +14,8 @@ from packaging.version import Version
 from harness.engines import cpu_kernels
 
 # The codes of what is refused until it ran: pairs, the host pool, a first limit, idle
-# engines, keys of the connector, experts over ranks.
-UNTIL_IT_RAN = ("KVP376", "KVP342", "KVP373", "KVP370", "KVP377", "KVP389")
+# engines, keys of the connector, experts over ranks, gated delta nets.
+UNTIL_IT_RAN = ("KVP376", "KVP342", "KVP373", "KVP370", "KVP377", "KVP389", "KVP394")
 KERNELS = "HARNESS_KERNELS"  # the environment variable with the arguments of an engine
 GATE = "HARNESS_GATE"  # the environment variable with the file of ``stop_when_running``
 

@@ -16,7 +16,7 @@ from kvpatch.admitted import HYBRID, LATENT, SPARSE
 from kvpatch.environ import FIRST_LIMIT, HOST_POOL, IDLE
 from kvpatch.matrix.verdicts import LAYOUTS, NONE, RUNNERS, Cell
 from kvpatch.patches.offloading.connector_rules import SELF_DESCRIBING
-from kvpatch.patches.offloading.model_rules import EXPERTS
+from kvpatch.patches.offloading.model_rules import DELTA, EXPERTS
 from kvpatch.patches.offloading.rules import DRAFTING, STAGES
 
 
@@ -244,7 +244,14 @@ SETTINGS = (
     # Blocks of the same tokens that only the images before them tell apart.
     Feature("images", {}, ("full attention",), since="0.28", admitted=False),
     # States of Qwen3-Next and Qwen3.5, in place of Mamba2's; before, a CPU has no kernels for them.
-    Feature("gated delta net", {}, ("hybrid",), since="0.33", admitted=False),
+    Feature(
+        DELTA,
+        {"model_config.hf_text_config": SimpleNamespace(linear_num_value_heads=2)},
+        (),
+        since="0.33",
+        admitted=False,
+        each=(HYBRID,),
+    ),
     # CPU tiers of all engines in one pool. No GPU has run it.
     Feature(
         "host pool",
@@ -331,6 +338,7 @@ PAIRS = tuple(
     )
 )
 
+_BESIDE_DELTA = ("several ranks", "chunks", "fp8", "idle", "first limit")
 # Of them those that run with kinds of model that start only where they ran.
 PAIRS_OF_KINDS = {
     HYBRID: tuple(
@@ -341,6 +349,7 @@ PAIRS_OF_KINDS = {
             *(("idle", one) for one in ("chunks", "fp8")),
             *(("first limit", one) for one in ("chunks", "fp8")),
             *(("mtp", one) for one in ("several ranks", "chunks", "fp8")),
+            *((DELTA, one) for one in _BESIDE_DELTA),
         )
     ),
     LATENT: tuple(admitted.together("mtp", one) for one in ("several ranks", "chunks")),
@@ -365,7 +374,9 @@ TRIED = (
     *(admitted.together(*pair) for pair in PAIRS),
     *EXPERTS.values(),
     "images",
-    "gated delta net",
+    DELTA,
+    # Behind the others, which take turns by their places.
+    *(admitted.together(DELTA, one) for one in _BESIDE_DELTA),
 )
 
 
@@ -405,7 +416,7 @@ def tried_cells(vllm: str) -> Iterator[Cell]:
         for offset, connector in enumerate(
             ("Offloading", "tiering fs", modes[number % 2], "Multi")
         ):
-            is_there = connector in feature.connectors and feature.models
+            is_there = connector in feature.connectors and (feature.models or feature.each)
             is_paired = len(name.split(TOGETHER)) > 1
             if not is_there or Version(vllm) < Version(feature.since):
                 continue
@@ -413,14 +424,16 @@ def tried_cells(vllm: str) -> Iterator[Cell]:
                 continue
             turn = number + offset
             models = feature.models[:1] if is_paired else feature.models
-            is_of_a_kind = models[0] in admitted.KINDS
-            if not is_of_a_kind:
+            kinds = feature.each
+            if models and models[0] in admitted.KINDS:
+                models, kinds = (), models
+            if models:
                 model = models[turn // 2 % len(models)]
                 yield Cell(vllm, runner, LAYOUTS[turn % 2], connector, model, name)
             # Of what drafts by itself these kinds run in one mode only.
-            in_one_mode = is_of_a_kind or "mtp" in name.split(TOGETHER)
+            in_one_mode = not models or "mtp" in name.split(TOGETHER)
             own = modes[0] if connector in modes and in_one_mode else connector
-            for kind in models if is_of_a_kind else feature.each:
+            for kind in kinds:
                 if Version(vllm) >= _since(name, kind):
                     yield Cell(vllm, runner, LAYOUTS[0], own, kind, name)
 

@@ -40,6 +40,7 @@ from kvpatch.admitted import SPARSE
 from kvpatch.environ import FIRST_LIMIT, HOST_POOL
 from kvpatch.matrix.verdicts import NONE, Cell
 from kvpatch.patches.offloading.connector_rules import SELF_DESCRIBING
+from kvpatch.patches.offloading.model_rules import DELTA
 from kvpatch.patches.offloading.rules import STAGES
 from kvpatch.pool import ledger
 from kvpatch.upstream import connectors
@@ -96,7 +97,7 @@ FEATURES: dict[str, dict[str, Any]] = {
         "settings": (("enable_expert_parallel", True),),
     },
     "images": {"model": "seeing"},
-    "gated delta net": {"delta": True},
+    DELTA: {"delta": True},
     "KV events": {"events": True},
     "arc": {"policy": "arc"},
     "idle": {},  # see ``giving``

@@ -49,6 +49,7 @@ def _drafts(method: str) -> dict[str, Any]:
 
 
 _FP8 = {"cache_config.cache_dtype": "fp8"}
+_DELTA_NETS = {"model_config.hf_text_config": SimpleNamespace(linear_num_value_heads=2)}
 _MOE = {"model_config.is_moe": True}
 _EXPERTS = {"parallel_config.enable_expert_parallel": True} | _MOE
 _MACHINES = {"parallel_config.nnodes_within_dp": 2}
@@ -59,6 +60,13 @@ _TIERING = "TieringOffloadingSpec"
 FEATURES = (
     Feature("hybrid models", 14, "KVP313, KVP311", model=place.HYBRID),
     Feature("hybrid models, TP 4", 14, "KVP313, KVP311", _ranks(4), place.HYBRID),
+    Feature(
+        "hybrid models of gated delta nets (among these), TP 4",
+        14,
+        "KVP313, KVP311, KVP406",
+        _ranks(4) | _DELTA_NETS,
+        place.HYBRID,
+    ),
     Feature("an fp8 KV cache, TP 4", 12, "KVP310", _FP8 | _ranks(4)),
     Feature("an fp8 KV cache of latent attention", 12, "KVP310", _FP8, place.LATENT),
     Feature("latent attention, TP 4", 10, "KVP305", _ranks(4), place.LATENT),
