@@ -14,8 +14,9 @@ from harness.models import hybrid_shape, make_tokenizer
 KIND, LATENT, HYBRID = ("experts", "latent experts", "hybrid experts")
 INDEXED = "indexed"  # latent attention to ``CHOSEN`` tokens, without experts and with them
 SPARSE = (INDEXED, f"{INDEXED} {KIND}")
-DRAFTED = ("latent mtp", "hybrid mtp")
 DELTA = "hybrid delta"
+DELTAS = (DELTA, f"{DELTA} mtp")
+DRAFTED = ("latent mtp", "hybrid mtp", DELTAS[1])
 KINDS = (KIND, LATENT, HYBRID, *DRAFTED, DELTA, *SPARSE)
 CHOSEN = 256
 LAYERS, EXPERTS, SEED = 4, 8, 7
@@ -52,7 +53,7 @@ def make_model(folder: Path, kind: str = KIND, kv_heads: int = 4) -> Path:
     tokens of the same attention; the first is dense, and the other has a layer that drafts, too.
     latent mtp: DeepSeek-V3's, dense, the same. hybrid mtp: Nemotron-H's, dense: Mamba2 and
     attention in turn, and attention that drafts. hybrid delta: Qwen3-Next's: gated delta nets and
-    attention in turn, the last layer with experts.
+    attention in turn, the last layer with experts; with mtp the first, as the one that drafts.
 
     Returns:
         ``folder``; nothing is written when the model is already there.
@@ -119,11 +120,12 @@ def make_model(folder: Path, kind: str = KIND, kv_heads: int = 4) -> Path:
             rescale_prenorm_residual=False,
             **without(shape, *OF_EXPERTS),
         )
-    elif kind == DELTA:
+    elif kind in DELTAS:
+        with_experts = LAYERS - 1 if kind == DELTA else 0  # vLLM wants one layer at least
         config = transformers.Qwen3NextConfig(
             num_hidden_layers=LAYERS,
             layer_types=["linear_attention", "full_attention"] * (LAYERS // 2),
-            mlp_only_layers=list(range(LAYERS - 1)),  # vLLM wants experts in one layer at least
+            mlp_only_layers=[layer for layer in range(LAYERS) if layer != with_experts],
             num_experts=EXPERTS,
             shared_expert_intermediate_size=128,
             num_key_value_heads=kv_heads,
@@ -153,6 +155,8 @@ def make_model(folder: Path, kind: str = KIND, kv_heads: int = 4) -> Path:
         let_the_last_layer_draft(folder)
     if kind == "hybrid mtp":
         let_attention_draft(folder)
+    if kind == DELTAS[1]:
+        let_gated_attention_draft(folder)
     return folder
 
 
@@ -200,6 +204,38 @@ def let_attention_draft(folder: Path) -> None:
     save_file(weights, file, {"format": "pt"})
     config = folder / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"dtype": "bfloat16"}, indent=1))
+
+
+def let_gated_attention_draft(folder: Path) -> None:
+    """Add a layer that drafts to a saved Qwen3-Next: the last one's attention, the first's experts.
+
+    Its norms are of the weights and one more.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    ends = weights["model.norm.weight"]
+    size, last, first = len(ends), f"model.layers.{LAYERS - 1}.", "model.layers.0.mlp."
+    of_last = {name: one for name, one in weights.items() if name.startswith(last)}
+    of_first = {name: one for name, one in weights.items() if name.startswith(first)}
+    weights |= {
+        **{
+            name.replace(last, "mtp.layers.0."): one.clone()
+            for name, one in of_last.items()
+            if ".mlp." not in name
+        },
+        **{name.replace("model.", "mtp.", 1): one.clone() for name, one in of_first.items()},
+        "mtp.fc.weight": torch.cat([torch.zeros(size, size), torch.eye(size)], dim=1),
+        "mtp.pre_fc_norm_embedding.weight": torch.zeros(size),
+        "mtp.pre_fc_norm_hidden.weight": torch.zeros(size),
+        "mtp.norm.weight": ends.clone(),
+    }
+    save_file(weights, file, {"format": "pt"})
+    config = folder / "config.json"
+    drafts = {"num_nextn_predict_layers": 1}
+    config.write_text(json.dumps(json.loads(config.read_text()) | drafts, indent=1))
 
 
 def from_the_last_state(layer: str, size: int) -> dict[str, Any]:

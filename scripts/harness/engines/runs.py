@@ -167,12 +167,11 @@ def model_of(kind: str, kv_heads: int = 4, vllm: str = "") -> Path:
 
 def weights_name(run: Run) -> str:
     """The kind of the model of a run, as it is made."""
-    if run.delta:
-        return experts.DELTA
-    drafted = f"{run.model} {run.speculation}"
+    kind = experts.DELTA if run.delta else run.model
+    drafted = f"{kind} {run.speculation}"
     if drafted in experts.DRAFTED:
         return drafted
-    return f"{run.model} {experts.KIND}" if run.experts else run.model
+    return f"{kind} {experts.KIND}" if run.experts and not run.delta else kind
 
 
 def weights_of(run: Run) -> Path:

@@ -338,7 +338,7 @@ PAIRS = tuple(
     )
 )
 
-_BESIDE_DELTA = ("several ranks", "chunks", "fp8", "idle", "first limit")
+_BESIDE_DELTA = ("several ranks", "chunks", "fp8", "idle", "first limit", "mtp")
 # Of them those that run with kinds of model that start only where they ran.
 PAIRS_OF_KINDS = {
     HYBRID: tuple(
