@@ -9,6 +9,7 @@ from typing import Any
 
 from packaging.version import Version
 
+from harness import parallel_drafts
 from harness.experts import CHOSEN
 from harness.matrix import shapes
 from kvpatch import admitted
@@ -123,6 +124,7 @@ class Feature:
 
 
 _V2_SINCE = {"ngram": "0.32", "draft model": "0.31"}
+_IN_PARALLEL = dict.fromkeys(parallel_drafts.KINDS, "0.33")
 _DRAFTED = (LATENT, SPARSE, HYBRID)  # kinds whose models have layers that draft
 FEATURES = (
     Feature(NONE, {}, tuple(model.name for model in MODELS), admitted=False),
@@ -173,6 +175,7 @@ FEATURES = (
             name,
             {"speculative_config": SimpleNamespace(method=method)},
             ("full attention", *(_DRAFTED if name == "mtp" else ())),
+            since=_IN_PARALLEL.get(name, "0"),
             v2_since=_V2_SINCE.get(name, "0"),
         )
         for method, name in DRAFTING.items()
