@@ -16,7 +16,8 @@ INDEXED = "indexed"  # latent attention to ``CHOSEN`` tokens, without experts an
 SPARSE = (INDEXED, f"{INDEXED} {KIND}")
 DELTA = "hybrid delta"
 DELTAS = (DELTA, f"{DELTA} mtp")
-DRAFTED = ("latent mtp", "hybrid mtp", DELTAS[1])
+SLIDING = "sliding mtp"
+DRAFTED = ("latent mtp", "hybrid mtp", DELTAS[1], SLIDING)
 KINDS = (KIND, LATENT, HYBRID, *DRAFTED, DELTA, *SPARSE)
 CHOSEN = 256
 LAYERS, EXPERTS, SEED = 4, 8, 7
@@ -54,6 +55,8 @@ def make_model(folder: Path, kind: str = KIND, kv_heads: int = 4) -> Path:
     latent mtp: DeepSeek-V3's, dense, the same. hybrid mtp: Nemotron-H's, dense: Mamba2 and
     attention in turn, and attention that drafts. hybrid delta: Qwen3-Next's: gated delta nets and
     attention in turn, the last layer with experts; with mtp the first, as the one that drafts.
+    sliding mtp: K-EXAONE's, dense: windows and full attention in turn, and full attention that
+    drafts.
 
     Returns:
         ``folder``; nothing is written when the model is already there.
@@ -136,6 +139,20 @@ def make_model(folder: Path, kind: str = KIND, kv_heads: int = 4) -> Path:
             linear_value_head_dim=64,
             **without(shape, *OF_GLM),
         )
+    elif kind == SLIDING:
+        config = transformers.ExaoneMoeConfig(
+            num_hidden_layers=LAYERS + 1,  # with the one that drafts as many of each
+            layer_types=[
+                *["sliding_attention", "full_attention"] * (LAYERS // 2),
+                "sliding_attention",
+            ],
+            mlp_layer_types=["dense"] * (LAYERS + 1),
+            sliding_window=256,
+            num_key_value_heads=kv_heads,
+            head_dim=64,
+            mtp_layer_types=["full_attention"],
+            **without(shape, *OF_EXPERTS),
+        )
     elif kind == HYBRID:
         config = transformers.GraniteMoeHybridConfig(
             **hybrid_shape(LAYERS),
@@ -155,8 +172,10 @@ def make_model(folder: Path, kind: str = KIND, kv_heads: int = 4) -> Path:
         let_the_last_layer_draft(folder)
     if kind == "hybrid mtp":
         let_attention_draft(folder)
-    if kind == DELTAS[1]:
-        let_gated_attention_draft(folder)
+    if kind == DELTAS[1]:  # whose norms are of the weights and one more
+        let_full_attention_draft(folder, dense=0, plain=0.0)
+    if kind == SLIDING:
+        let_full_attention_draft(folder, dense=LAYERS - 1, plain=1.0)
     return folder
 
 
@@ -206,10 +225,13 @@ def let_attention_draft(folder: Path) -> None:
     config.write_text(json.dumps(json.loads(config.read_text()) | {"dtype": "bfloat16"}, indent=1))
 
 
-def let_gated_attention_draft(folder: Path) -> None:
-    """Add a layer that drafts to a saved Qwen3-Next: the last one's attention, the first's experts.
+def let_full_attention_draft(folder: Path, dense: int, plain: float) -> None:
+    """Add a layer that drafts to a saved model, with the weights of its last full attention.
 
-    Its norms are of the weights and one more.
+    Args:
+        folder: of the model.
+        dense: the layer with what is behind attention.
+        plain: the weight of a norm that changes no scale.
     """
     import torch
     from safetensors.torch import load_file, save_file
@@ -217,19 +239,15 @@ def let_gated_attention_draft(folder: Path) -> None:
     file = folder / "model.safetensors"
     weights = load_file(file)
     ends = weights["model.norm.weight"]
-    size, last, first = len(ends), f"model.layers.{LAYERS - 1}.", "model.layers.0.mlp."
-    of_last = {name: one for name, one in weights.items() if name.startswith(last)}
-    of_first = {name: one for name, one in weights.items() if name.startswith(first)}
+    size = len(ends)
+    for name, one in list(weights.items()):
+        _, _, layer, *rest = [*name.split("."), *[""] * 3]
+        if layer == str(dense if "mlp" in rest else LAYERS - 1):
+            weights[".".join(["mtp.layers.0", *filter(None, rest)])] = one.clone()
     weights |= {
-        **{
-            name.replace(last, "mtp.layers.0."): one.clone()
-            for name, one in of_last.items()
-            if ".mlp." not in name
-        },
-        **{name.replace("model.", "mtp.", 1): one.clone() for name, one in of_first.items()},
         "mtp.fc.weight": torch.cat([torch.zeros(size, size), torch.eye(size)], dim=1),
-        "mtp.pre_fc_norm_embedding.weight": torch.zeros(size),
-        "mtp.pre_fc_norm_hidden.weight": torch.zeros(size),
+        "mtp.pre_fc_norm_embedding.weight": torch.full((size,), plain),
+        "mtp.pre_fc_norm_hidden.weight": torch.full((size,), plain),
         "mtp.norm.weight": ends.clone(),
     }
     save_file(weights, file, {"format": "pt"})

@@ -125,7 +125,7 @@ class Feature:
 
 _V2_SINCE = {"ngram": "0.32", "draft model": "0.31"}
 _IN_PARALLEL = dict.fromkeys(parallel_drafts.KINDS, "0.33")
-_DRAFTED = (LATENT, SPARSE, HYBRID)  # kinds whose models have layers that draft
+_DRAFTED = ("sliding window", LATENT, SPARSE, HYBRID)  # kinds whose models have layers that draft
 FEATURES = (
     Feature(NONE, {}, tuple(model.name for model in MODELS), admitted=False),
     # What kvpatch sees of fp8 is one byte for each value; which of the two it is the kernels know.
