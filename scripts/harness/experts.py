@@ -14,8 +14,10 @@ from harness.models import hybrid_shape, make_tokenizer
 KIND, LATENT, HYBRID = ("experts", "latent experts", "hybrid experts")
 INDEXED = "indexed"  # latent attention to ``CHOSEN`` tokens, without experts and with them
 SPARSE = (INDEXED, f"{INDEXED} {KIND}")
-DRAFTED = ("latent mtp", "hybrid mtp")
 DELTA = "hybrid delta"
+DELTAS = (DELTA, f"{DELTA} mtp")
+SLIDING = "sliding mtp"
+DRAFTED = ("latent mtp", "hybrid mtp", DELTAS[1], SLIDING)
 KINDS = (KIND, LATENT, HYBRID, *DRAFTED, DELTA, *SPARSE)
 CHOSEN = 256
 LAYERS, EXPERTS, SEED = 4, 8, 7
@@ -52,7 +54,9 @@ def make_model(folder: Path, kind: str = KIND, kv_heads: int = 4) -> Path:
     tokens of the same attention; the first is dense, and the other has a layer that drafts, too.
     latent mtp: DeepSeek-V3's, dense, the same. hybrid mtp: Nemotron-H's, dense: Mamba2 and
     attention in turn, and attention that drafts. hybrid delta: Qwen3-Next's: gated delta nets and
-    attention in turn, the last layer with experts.
+    attention in turn, the last layer with experts; with mtp the first, as the one that drafts.
+    sliding mtp: K-EXAONE's, dense: windows and full attention in turn, and full attention that
+    drafts.
 
     Returns:
         ``folder``; nothing is written when the model is already there.
@@ -119,11 +123,12 @@ def make_model(folder: Path, kind: str = KIND, kv_heads: int = 4) -> Path:
             rescale_prenorm_residual=False,
             **without(shape, *OF_EXPERTS),
         )
-    elif kind == DELTA:
+    elif kind in DELTAS:
+        with_experts = LAYERS - 1 if kind == DELTA else 0  # vLLM wants one layer at least
         config = transformers.Qwen3NextConfig(
             num_hidden_layers=LAYERS,
             layer_types=["linear_attention", "full_attention"] * (LAYERS // 2),
-            mlp_only_layers=list(range(LAYERS - 1)),  # vLLM wants experts in one layer at least
+            mlp_only_layers=[layer for layer in range(LAYERS) if layer != with_experts],
             num_experts=EXPERTS,
             shared_expert_intermediate_size=128,
             num_key_value_heads=kv_heads,
@@ -133,6 +138,20 @@ def make_model(folder: Path, kind: str = KIND, kv_heads: int = 4) -> Path:
             linear_key_head_dim=64,
             linear_value_head_dim=64,
             **without(shape, *OF_GLM),
+        )
+    elif kind == SLIDING:
+        config = transformers.ExaoneMoeConfig(
+            num_hidden_layers=LAYERS + 1,  # with the one that drafts as many of each
+            layer_types=[
+                *["sliding_attention", "full_attention"] * (LAYERS // 2),
+                "sliding_attention",
+            ],
+            mlp_layer_types=["dense"] * (LAYERS + 1),
+            sliding_window=256,
+            num_key_value_heads=kv_heads,
+            head_dim=64,
+            mtp_layer_types=["full_attention"],
+            **without(shape, *OF_EXPERTS),
         )
     elif kind == HYBRID:
         config = transformers.GraniteMoeHybridConfig(
@@ -153,6 +172,10 @@ def make_model(folder: Path, kind: str = KIND, kv_heads: int = 4) -> Path:
         let_the_last_layer_draft(folder)
     if kind == "hybrid mtp":
         let_attention_draft(folder)
+    if kind == DELTAS[1]:  # whose norms are of the weights and one more
+        let_full_attention_draft(folder, dense=0, plain=0.0)
+    if kind == SLIDING:
+        let_full_attention_draft(folder, dense=LAYERS - 1, plain=1.0)
     return folder
 
 
@@ -200,6 +223,37 @@ def let_attention_draft(folder: Path) -> None:
     save_file(weights, file, {"format": "pt"})
     config = folder / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"dtype": "bfloat16"}, indent=1))
+
+
+def let_full_attention_draft(folder: Path, dense: int, plain: float) -> None:
+    """Add a layer that drafts to a saved model, with the weights of its last full attention.
+
+    Args:
+        folder: of the model.
+        dense: the layer with what is behind attention.
+        plain: the weight of a norm that changes no scale.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    ends = weights["model.norm.weight"]
+    size = len(ends)
+    for name, one in list(weights.items()):
+        _, _, layer, *rest = [*name.split("."), *[""] * 3]
+        if layer == str(dense if "mlp" in rest else LAYERS - 1):
+            weights[".".join(["mtp.layers.0", *filter(None, rest)])] = one.clone()
+    weights |= {
+        "mtp.fc.weight": torch.cat([torch.zeros(size, size), torch.eye(size)], dim=1),
+        "mtp.pre_fc_norm_embedding.weight": torch.full((size,), plain),
+        "mtp.pre_fc_norm_hidden.weight": torch.full((size,), plain),
+        "mtp.norm.weight": ends.clone(),
+    }
+    save_file(weights, file, {"format": "pt"})
+    config = folder / "config.json"
+    drafts = {"num_nextn_predict_layers": 1}
+    config.write_text(json.dumps(json.loads(config.read_text()) | drafts, indent=1))
 
 
 def from_the_last_state(layer: str, size: int) -> dict[str, Any]:

@@ -62,6 +62,13 @@ def watched(connector, loses=False):
     [({}, [3]), ({"block_size": 64}, [2, 3]), ({"block_size": 128}, [0, 1, 2, 3])],
 )
 def test_a_head_that_reads_states_has_the_last_chunk_computed_again(extra, again):
+    assert computed_again(extra, use_eagle=lambda: True) == again
+    no_drop = {"use_eagle": lambda: True, "needs_eagle_block_drop": lambda: False}
+    assert computed_again(extra, **no_drop) == []  # as DFlash's, which reads them alone
+
+
+def computed_again(extra, **drafting):
+    """Of four blocks of a prompt, those that vLLM computes again."""
     pool = SimpleNamespace(kv_block_pool=[])
     request = SimpleNamespace(num_prompt_tokens=4 * 32 + 5, block_hashes=list(range(4)))
     core = SimpleNamespace(
@@ -73,13 +80,13 @@ def test_a_head_that_reads_states_has_the_last_chunk_computed_again(extra, again
         ),
         vllm_config=SimpleNamespace(
             cache_config=SimpleNamespace(block_size=32),
-            speculative_config=SimpleNamespace(use_eagle=lambda: True),
+            speculative_config=SimpleNamespace(**drafting),
             kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra),
         ),
     )
     watch = BlockWatch(core)
     watch.after_step()
-    assert sorted(watch.last) == again
+    return sorted(watch.last)
 
 
 def test_a_block_that_comes_back_has_the_same_bytes():

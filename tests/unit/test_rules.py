@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 from fakes import raising
 
+from harness import parallel_drafts
 from harness.matrix import admission
 from kvpatch import admitted, patches, rules, supported
 from kvpatch.environ import (
@@ -1018,7 +1019,9 @@ def ran(monkeypatch):
 
 @pytest.mark.parametrize("v2", [False, True])
 @pytest.mark.parametrize("connector", [{}, simple(), multi("OffloadingConnector"), tiers("fs")])
-@pytest.mark.parametrize(("method", "feature"), DRAFTING.items())
+@pytest.mark.parametrize(
+    ("method", "feature"), [one for one in DRAFTING.items() if one[1] not in parallel_drafts.KINDS]
+)
 def test_drafts_that_were_compared_start(ran, method, feature, connector, v2):
     ran(feature)
     made = {"speculative_config": SimpleNamespace(method=method), "use_v2_model_runner": v2}

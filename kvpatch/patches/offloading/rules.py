@@ -28,6 +28,8 @@ DRAFTING = {
     "eagle": "EAGLE",
     "eagle3": "EAGLE-3",
     "mtp": "mtp",
+    "dflash": "dflash",
+    "dspark": "dspark",
 }
 # Two stages of a pipeline: the name of their cells, by the ranks of each.
 STAGES = {1: "2 stages", 2: "2 stages of 2 ranks"}

@@ -42,7 +42,9 @@ class BlockWatch:
         extra = transfer.kv_connector_extra_config if transfer is not None else {}
         self.chunk = extra.get("block_size", self.tokens) // self.tokens
         drafting = core.vllm_config.speculative_config
-        self.computes_last = drafting is not None and drafting.use_eagle()
+        # Earlier releases have no drafts from states that go without the last block.
+        drops = drafting and getattr(drafting, "needs_eagle_block_drop", drafting.use_eagle)
+        self.computes_last = bool(drops and drops())
         self.last: set[bytes] = set()
         self.seen: dict[bytes, set[tuple[str, ...]]] = {}
         self.places: dict[bytes, int] = {}

@@ -14,7 +14,14 @@ from typing import Any
 
 from packaging.version import Version
 
-from harness import connectors, environments, experts, model_cache, processes
+from harness import (
+    connectors,
+    environments,
+    experts,
+    model_cache,
+    parallel_drafts,
+    processes,
+)
 from harness.engines import process, reverted
 from harness.models import SCALES
 
@@ -45,11 +52,23 @@ SPECULATIONS: dict[str, dict[str, Any]] = {
     "EAGLE": {"method": "eagle", "model": "eagle", "num_speculative_tokens": 3},
     "EAGLE-3": {"method": "eagle3", "model": "eagle3", "num_speculative_tokens": 3},
     "mtp": {"method": "mtp", "num_speculative_tokens": 2},
+    **{
+        kind: {"method": kind, "model": kind, "num_speculative_tokens": 3}
+        for kind in parallel_drafts.KINDS
+    },
 }
 # Those that read states of the model, for which vLLM computes the last block again.
 READ_STATES = ("EAGLE", "EAGLE-3", "mtp")
 # Layers of what drafts, which are in the blocks of the model's.
-DRAFTING = {"draft model": 4, "EAGLE": 1, "EAGLE-3": 1, "mtp": 1}
+DRAFTING = {
+    **{"draft model": 4, "EAGLE": 1, "EAGLE-3": 1, "mtp": 1},
+    **dict.fromkeys(parallel_drafts.KINDS, parallel_drafts.LAYERS),
+}
+# The modules that make other models than ``harness.models``.
+MAKERS = {
+    **dict.fromkeys(experts.KINDS, experts.__name__),
+    **dict.fromkeys(parallel_drafts.KINDS, parallel_drafts.__name__),
+}
 
 
 @dataclass(frozen=True)
@@ -157,7 +176,7 @@ TRANSFORMERS_5 = Version("0.19.1")
 def model_of(kind: str, kv_heads: int = 4, vllm: str = "") -> Path:
     """The folder of a small model of a kind and a number of KV heads, made once."""
     by = vllm if vllm and Version(vllm) < TRANSFORMERS_5 else ""
-    module = "harness.experts" if kind in experts.KINDS else model_cache.MODELS
+    module = MAKERS.get(kind, model_cache.MODELS)
     path = cache_of(by) / f"models-{model_cache.recipe(module)}" / f"{kind}-{kv_heads}"
     if not path.exists():
         options = ("--kind", kind, "--kv-heads", str(kv_heads))
@@ -167,12 +186,11 @@ def model_of(kind: str, kv_heads: int = 4, vllm: str = "") -> Path:
 
 def weights_name(run: Run) -> str:
     """The kind of the model of a run, as it is made."""
-    if run.delta:
-        return experts.DELTA
-    drafted = f"{run.model} {run.speculation}"
+    kind = experts.DELTA if run.delta else run.model
+    drafted = f"{kind} {run.speculation}"
     if drafted in experts.DRAFTED:
         return drafted
-    return f"{run.model} {experts.KIND}" if run.experts else run.model
+    return f"{kind} {experts.KIND}" if run.experts and not run.delta else kind
 
 
 def weights_of(run: Run) -> Path:

@@ -9,6 +9,7 @@ from typing import Any
 
 from packaging.version import Version
 
+from harness import parallel_drafts
 from harness.experts import CHOSEN
 from harness.matrix import shapes
 from kvpatch import admitted
@@ -123,7 +124,8 @@ class Feature:
 
 
 _V2_SINCE = {"ngram": "0.32", "draft model": "0.31"}
-_DRAFTED = (LATENT, SPARSE, HYBRID)  # kinds whose models have layers that draft
+_IN_PARALLEL = dict.fromkeys(parallel_drafts.KINDS, "0.33")
+_DRAFTED = ("sliding window", LATENT, SPARSE, HYBRID)  # kinds whose models have layers that draft
 FEATURES = (
     Feature(NONE, {}, tuple(model.name for model in MODELS), admitted=False),
     # What kvpatch sees of fp8 is one byte for each value; which of the two it is the kernels know.
@@ -173,6 +175,7 @@ FEATURES = (
             name,
             {"speculative_config": SimpleNamespace(method=method)},
             ("full attention", *(_DRAFTED if name == "mtp" else ())),
+            since=_IN_PARALLEL.get(name, "0"),
             v2_since=_V2_SINCE.get(name, "0"),
         )
         for method, name in DRAFTING.items()
@@ -338,7 +341,7 @@ PAIRS = tuple(
     )
 )
 
-_BESIDE_DELTA = ("several ranks", "chunks", "fp8", "idle", "first limit")
+_BESIDE_DELTA = ("several ranks", "chunks", "fp8", "idle", "first limit", "mtp")
 # Of them those that run with kinds of model that start only where they ran.
 PAIRS_OF_KINDS = {
     HYBRID: tuple(

@@ -369,7 +369,7 @@ class Engines:
             asynchronous=ahead and not SPECULATIONS.keys().isdisjoint(settings_of(cell)),
             **changes(cell),
         )
-        if kind in (*LATENTS, "hybrid") and plain.model == experts.KIND:
+        if kind != "llama" and plain.model == experts.KIND:
             plain = replace(plain, model=kind, experts=True)
         plain = with_chunks(plain, cell)
         if plain.cache_dtype:
