@@ -381,6 +381,12 @@ KVCACHED_IPC_NAME = Variable(
     "parallel server adds `-dp` and its rank",
     "generated",
 )
+KVCACHED_MAX_CACHED_TOKENS = Variable(
+    "KVCACHED_MAX_CACHED_TOKENS",
+    "most tokens kept in the prefix cache on the device",
+    "16000; while `kvpatch balance` runs, what fits the limit",
+    whole,
+)
 KVCACHED = (
     *KVCACHED_SWITCHES,
     KVCACHED_CONTIGUOUS,
@@ -389,12 +395,7 @@ KVCACHED = (
     Variable("KVCACHED_PAGE_PREALLOC_ENABLED", "map pages ahead of use, in a thread", "`true`"),
     KVCACHED_MIN_RESERVED_PAGES,
     KVCACHED_MAX_RESERVED_PAGES,
-    Variable(
-        "KVCACHED_MAX_CACHED_TOKENS",
-        "most tokens kept in the prefix cache on the device",
-        "16000",
-        whole,
-    ),
+    KVCACHED_MAX_CACHED_TOKENS,
     Variable(
         "KVCACHED_MAX_CACHED_BLOCKS", "not used by kvcached 0.1.6, which reads it", "1000", whole
     ),

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 from kvpatch import claims, control
 from kvpatch.balance import policy, seen
@@ -90,7 +91,7 @@ class Balance:
         *,
         dry: bool = False,
         settings: Settings | None = None,
-        look: Look = seen.look,
+        look: Look | None = None,
         set_limit: SetLimit = set_limit,
         unheard: Callable[[Iterable[str]], Mapping[str, str]] = seen.unheard,
         clock: Callable[[], float] = time.monotonic,
@@ -100,7 +101,10 @@ class Balance:
         self.found: dict[str, Found] = {}
         self._tell, self._dry = tell, dry
         self._settings = settings or Settings()
-        self._look, self._set_limit, self._unheard = look, set_limit, unheard
+        # Until some looks later, an engine's prefix cache may fill its limit.
+        controls = None if dry else 10 + 3 * self.options.every
+        self._look = look or partial(seen.look, controls=controls)
+        self._set_limit, self._unheard = set_limit, unheard
         self._clock, self._wall = clock, wall
         self._past: dict[str, Mapping[str, Past]] = {}
         self._sizes: dict[str, int] = {}

@@ -46,22 +46,25 @@ class Found:
     revision: int = 0
 
 
-def look(before: Mapping[str, Found]) -> dict[str, Found]:
+def look(before: Mapping[str, Found], controls: float | None = None) -> dict[str, Found]:
     """Return the engines of this user that listen, by name.
 
     Args:
         before: the look before it: an engine that does not answer now is what it was then.
+        controls: seconds for which the caller sees to their limits; None if it only looks.
 
     Raises:
         private.Unsafe: the folder of their sockets is another user's, or open to others.
     """
     hits = found_tokens()
     by_path = {one.handle.path: one for one in before.values() if one.handle is not None}
-    seen = client.of_each(lambda path: _one(path, by_path.get(path), hits))
+    seen = client.of_each(lambda path: _one(path, by_path.get(path), hits, controls))
     return {one.engine.name: one for one in seen if one is not None}
 
 
-def _one(path: Path, before: Found | None, hits: Mapping[str, int]) -> Found | None:
+def _one(
+    path: Path, before: Found | None, hits: Mapping[str, int], controls: float | None
+) -> Found | None:
     """Return the engine at a socket; None if it has ended."""
     try:
         handle = control.Engine(path, next(iter(client.ask(path, {"verb": "describe"}, PATIENCE))))
@@ -71,7 +74,7 @@ def _one(path: Path, before: Found | None, hits: Mapping[str, int]) -> Found | N
     except (OSError, KeyError, TypeError, ValueError) as error:
         return silent(before or unknown(path), f"it does not answer: {error}")
     try:
-        found = of(handle, handle.demand(patience=PATIENCE), hits)
+        found = of(handle, handle.demand(patience=PATIENCE, controls=controls), hits)
         # On its way into a suspension or back its limit is its own affair.
         settled = handle.phase in ("runs", "suspended")
         return found if settled else silent(found, f"it is {handle.phase}")

@@ -207,13 +207,22 @@ class Engine:
         answer = self._ask(asked, tell, patience)
         return answer if answer.phase == "runs" else replace(answer, later=size)
 
-    def demand(self, *, patience: float = ANSWERS) -> dict[str, Any]:
+    def demand(self, *, patience: float = ANSWERS, controls: float | None = None) -> dict[str, Any]:
         """Return what it needs and could have, see ``suspend.demand``.
+
+        Args:
+            patience: seconds to wait for the answer.
+            controls: seconds for which the caller sees to the limits of all engines of the device:
+                so long its prefix cache is bounded by its limit alone, unless its operator set
+                ``KVCACHED_MAX_CACHED_TOKENS``.
 
         Raises:
             Refused: it does not know, or does not answer in time.
         """
-        return self._ask({"verb": "demand"}, None, patience).said
+        asked: dict[str, Any] = {"verb": "demand"}
+        if controls is not None:
+            asked["controls"] = controls
+        return self._ask(asked, None, patience).said
 
     def _ask(
         self, question: dict[str, Any], tell: Tell | None, patience: float | None = None

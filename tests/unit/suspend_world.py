@@ -96,6 +96,7 @@ class Pool:
     """kvcached's pool of blocks: who is cached, who is used."""
 
     def __init__(self):
+        self.max_cached_blocks = 500
         self._cached_blocks = {}
         self._block_id_to_key = {}
         self._evictable_blocks = OrderedDict()

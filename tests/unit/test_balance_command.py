@@ -49,6 +49,7 @@ class Engine:
         self.more_said = {}  # whatever the question is
         self.revision = 0
         self.mute = False
+        self.controlled = []  # for how long whoever looks sees to the limits
         self.others = []
         private.make_folder(protocol.folder())
         self.path = protocol.path_of(name)
@@ -80,6 +81,7 @@ class Engine:
             first = self.more.get("first", self.device)
             return said | about | counts | {"most": self.device, "first": first}
         if asked["verb"] == "demand":
+            self.controlled.append(asked.get("controls"))
             free = self.device - sum(one.mapped for one in (self, *self.others))
             known = {"device": "GPU-1", "free": free, "page": 2 * MIB, "longest": 1000}
             return said | known | {part: self.more[part] for part in ("least", "needs")}
@@ -181,6 +183,23 @@ def test_a_dry_run_beside_a_balance_sets_nothing(pair, capsys):
     ]
     assert all(one["dry"] for one in events)
     assert f"another kvpatch balance of this user runs (pid {os.getpid()})" in printed.err
+
+
+def test_a_limit_that_is_no_whole_page_is_the_one_it_started_with(pair):
+    chat, code = pair
+    chat.limit, chat.more["first"] = 1001 * MIB, 1000 * MIB  # a page is 2 MiB
+    code.limit, code.more["first"] = 998 * MIB, 1000 * MIB
+    told = []
+    command.leave({}, told.append)
+    assert [(one.name, bool(one.why)) for one in told] == [("chat", False), ("code", True)]
+
+
+def test_who_sets_limits_says_for_how_long_and_who_only_looks_does_not(pair):
+    assert cli.main(["balance", "--dry-run"]) == 0
+    assert cli.main(["balance", "--rounds", "2", "--every", "0.1"]) == 0
+    # A second look of each round, and the one at the end, are for what the engines have then.
+    assert [set(one.controlled) for one in pair] == [{None, 10 + 3 * 0.1}] * 2
+    assert pair[0].controlled[0] is None
 
 
 def test_an_engine_that_is_stuck_delays_nobody(pair, monkeypatch):

@@ -7,9 +7,15 @@ from fakes import module
 from suspend_world import MOST, PAGE, worlds
 
 from kvpatch import admitted, environ
-from kvpatch.environ import FIRST_LIMIT, HOST_DEVICE, HOST_DEVICE_DIR
+from kvpatch.environ import (
+    FIRST_LIMIT,
+    HOST_DEVICE,
+    HOST_DEVICE_DIR,
+    KVCACHED_MAX_CACHED_TOKENS,
+)
 from kvpatch.patches.first_limit import birth, presence, rules
 from kvpatch.patches.offloading import place
+from kvpatch.patches.suspend import cap
 from kvpatch.patches.suspend import demand as demands
 from kvpatch.patches.suspend.server import answer
 from kvpatch.patches.suspend.suspension import Cannot
@@ -88,6 +94,26 @@ def test_an_engine_says_what_it_needs(engine, monkeypatch):
         "longest": 10 * TOKENS,
         "needs": 2 * PAGE,
     }
+
+
+def test_a_prefix_cache_fills_its_limit_while_a_controller_sees_to_that(engine, monkeypatch):
+    platform(monkeypatch, None, cpu=True)
+    monkeypatch.delenv(KVCACHED_MAX_CACHED_TOKENS.name, raising=False)
+    now = 100.0
+    monkeypatch.setattr(cap, "time", SimpleNamespace(monotonic=lambda: now))
+    asked, own = {"verb": "demand", "controls": 13.0}, engine.pool.max_cached_blocks
+    for later, bound in ((0, -1), (12, -1), (12, -1), (14, own)):
+        now += later
+        if later < 13:
+            answer(engine.suspension, asked, 0.0)
+        engine.suspension.advance()
+        assert engine.pool.max_cached_blocks == bound
+    for other in ({}, {"controls": None}, {"controls": "soon"}, {"controls": -1}):  # who only looks
+        answer(engine.suspension, {"verb": "demand"} | other, 0.0)
+        assert engine.pool.max_cached_blocks == own
+    monkeypatch.setenv(KVCACHED_MAX_CACHED_TOKENS.name, "640")
+    answer(engine.suspension, asked, 0.0)
+    assert engine.pool.max_cached_blocks == own
 
 
 def platform(monkeypatch, uuid, cpu=False):

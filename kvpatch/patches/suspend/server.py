@@ -144,6 +144,9 @@ def answer(suspension: Suspension, asked: dict[str, Any], since: float) -> dict[
     elif verb == "demand":
         from kvpatch.patches.suspend.demand import demand  # here, because few engines are asked
 
+        controls = seconds(asked.get("controls"))
+        if controls is not None:
+            suspension.cap.lift(controls)
         return demand(suspension.engine)
     else:
         raise Cannot(f"it knows {', '.join(protocol.VERBS)}, and not {verb!r}")
@@ -151,7 +154,7 @@ def answer(suspension: Suspension, asked: dict[str, Any], since: float) -> dict[
 
 
 def seconds(timeout: Any) -> float | None:
-    """Return a timeout that was asked for, if it is one."""
+    """Return a number of seconds that was asked for, if it is one."""
     if not isinstance(timeout, int | float) or isinstance(timeout, bool):
         return None
     try:

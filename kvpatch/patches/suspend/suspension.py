@@ -27,6 +27,7 @@ from kvpatch import state
 from kvpatch.logs import log
 from kvpatch.patches import deadlock
 from kvpatch.patches.secondary_tiers.weights import Calls
+from kvpatch.patches.suspend.cap import Cap
 from kvpatch.patches.suspend.giving import Giving
 from kvpatch.patches.suspend.hold import Hold
 from kvpatch.patches.suspend.spill import Spill, cached
@@ -94,6 +95,7 @@ class Suspension:
         self._why_not = why_not
         self._hold = state.of(engine.scheduler, Hold)
         self._manager = kvcached_api.manager_of(engine)
+        self.cap = Cap(kvcached_api.pool_of(engine))
         self._begun = 0.0
         self._deadline = 0.0
         self._finish = False
@@ -255,6 +257,7 @@ class Suspension:
 
     def advance(self) -> None:
         """Go as far as it goes now; called at every step of the engine."""
+        self.cap.advance()
         try:
             if self.phase is Phase.RUNS and self.said.get("lowers") and self._has_given():
                 self._tell()
