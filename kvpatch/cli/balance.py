@@ -136,8 +136,9 @@ def restore(tell: Callable[[Event], None]) -> int:
 def leave(before: Mapping[str, Found], tell: Callable[[Event], None]) -> None:
     """Say which limits the engines keep."""
     for name, one in sorted(seen.look(before).items()):
-        why = ""
-        if one.handle is not None and one.handle.first not in (0, one.engine.limit):
+        why, page = "", one.engine.page or 1
+        # The first one is in whole pages, as kvcached keeps them, and not as it was written.
+        if one.handle and one.handle.first not in (0, one.engine.limit // page * page):
             why = f"it started with {readable(one.handle.first)}: kvpatch balance --restore"
         tell(Event(time.time(), name, "left", why, limit=one.engine.limit))
 

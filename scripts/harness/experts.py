@@ -124,11 +124,12 @@ def make_model(folder: Path, kind: str = KIND, kv_heads: int = 4) -> Path:
             **without(shape, *OF_EXPERTS),
         )
     elif kind in DELTAS:
-        with_experts = LAYERS - 1 if kind == DELTA else 0  # vLLM wants one layer at least
+        # With the layer that drafts as many of each kind; vLLM wants experts in one at least.
+        layers, with_experts = (LAYERS, LAYERS - 1) if kind == DELTA else (LAYERS + 1, 0)
         config = transformers.Qwen3NextConfig(
-            num_hidden_layers=LAYERS,
-            layer_types=["linear_attention", "full_attention"] * (LAYERS // 2),
-            mlp_only_layers=[layer for layer in range(LAYERS) if layer != with_experts],
+            num_hidden_layers=layers,
+            layer_types=in_turn("linear_attention", layers),
+            mlp_only_layers=[layer for layer in range(layers) if layer != with_experts],
             num_experts=EXPERTS,
             shared_expert_intermediate_size=128,
             num_key_value_heads=kv_heads,
@@ -142,10 +143,7 @@ def make_model(folder: Path, kind: str = KIND, kv_heads: int = 4) -> Path:
     elif kind == SLIDING:
         config = transformers.ExaoneMoeConfig(
             num_hidden_layers=LAYERS + 1,  # with the one that drafts as many of each
-            layer_types=[
-                *["sliding_attention", "full_attention"] * (LAYERS // 2),
-                "sliding_attention",
-            ],
+            layer_types=in_turn("sliding_attention", LAYERS + 1),
             mlp_layer_types=["dense"] * (LAYERS + 1),
             sliding_window=256,
             num_key_value_heads=kv_heads,
@@ -177,6 +175,11 @@ def make_model(folder: Path, kind: str = KIND, kv_heads: int = 4) -> Path:
     if kind == SLIDING:
         let_full_attention_draft(folder, dense=LAYERS - 1, plain=1.0)
     return folder
+
+
+def in_turn(first: str, layers: int) -> list[str]:
+    """Return the kinds of layers of which every second one has full attention."""
+    return [(first, "full_attention")[layer % 2] for layer in range(layers)]
 
 
 def without(shape: dict[str, Any], *names: str) -> dict[str, Any]:

@@ -185,6 +185,15 @@ def test_a_dry_run_beside_a_balance_sets_nothing(pair, capsys):
     assert f"another kvpatch balance of this user runs (pid {os.getpid()})" in printed.err
 
 
+def test_a_limit_that_is_no_whole_page_is_the_one_it_started_with(pair):
+    chat, code = pair
+    chat.limit, chat.more["first"] = 1001 * MIB, 1000 * MIB  # a page is 2 MiB
+    code.limit, code.more["first"] = 998 * MIB, 1000 * MIB
+    told = []
+    command.leave({}, told.append)
+    assert [(one.name, bool(one.why)) for one in told] == [("chat", False), ("code", True)]
+
+
 def test_who_sets_limits_says_for_how_long_and_who_only_looks_does_not(pair):
     assert cli.main(["balance", "--dry-run"]) == 0
     assert cli.main(["balance", "--rounds", "2", "--every", "0.1"]) == 0

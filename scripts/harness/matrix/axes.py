@@ -380,6 +380,11 @@ TRIED = (
     DELTA,
     # Behind the others, which take turns by their places.
     *(admitted.together(DELTA, one) for one in _BESIDE_DELTA),
+    *(
+        admitted.together(draft, one)
+        for draft in parallel_drafts.KINDS
+        for one in ("several ranks", "chunks", "fp8", "idle", "first limit")
+    ),
 )
 
 
