@@ -18,7 +18,7 @@ from packaging.version import Version
 
 from harness import ROOT, connectors, console, processes, provenance
 from harness.cuda import environment
-from harness.engines.runs import Run, engine_arguments, model_of
+from harness.engines.runs import Run, engine_arguments, model_of, weights_of
 from harness.matrix import axes, cells, derive
 from kvpatch.matrix.verdicts import LAYOUTS, NONE, Cell
 
@@ -61,23 +61,28 @@ def job(folder: Path, step: str = "configuration", **changes: Job) -> Job:
 
 def of_cell(cell: Cell, folder: Path) -> Job:
     """Return the job that configures a cell of the matrix, as its engine on a CPU is."""
+    run = run_of(cell, folder)
+    engine = {name: of for name, of in engine_arguments(run).items() if name not in _OF_CPU}
+    if cell.model == "hybrid":
+        engine["dtype"] = "bfloat16"
+    made = job(folder)
+    made["model"] = str(weights_of(run))
+    made["engine"] = engine
+    runner = {"VLLM_USE_V2_MODEL_RUNNER": str(int(cell.runner == "V2"))}
+    made["environment"] = dict(run.environment) | runner
+    return made
+
+
+def run_of(cell: Cell, folder: Path) -> Run:
+    """Return what the engine of a cell is, without what it is asked."""
     changes = cells.changes(cell) | cells.trial_of(cell).changes
     if cell.connector == "Multi":
         changes |= {"inside": (cells.OWN[0],)}
     if cell.connector == "tiering fs":
         changes |= {"tiers": (str(folder / "disk"),)}
-    of_its_own = {"model": cells.MODELS[cell.model], **changes}  # experts have a model of theirs
-    run = Run(vllm=cell.vllm, runner=cell.runner.lower(), **of_its_own)
-    run = cells.with_chunks(run, cell)
-    engine = {name: of for name, of in engine_arguments(run).items() if name not in _OF_CPU}
-    if cell.model == "hybrid":
-        engine["dtype"] = "bfloat16"
-    made = job(folder)
-    made["model"] = str(model_of(run.model, vllm=cell.vllm))
-    made["engine"] = engine
-    runner = {"VLLM_USE_V2_MODEL_RUNNER": str(int(cell.runner == "V2"))}
-    made["environment"] = dict(run.environment) | runner
-    return made
+    kind = cells.MODELS[cell.model]
+    run = Run(vllm=cell.vllm, runner=cell.runner.lower(), **{"model": kind, **changes})
+    return cells.with_chunks(cells.of_kind(run, kind), cell)
 
 
 def started(
@@ -140,9 +145,7 @@ def said_of(cell: Cell) -> str:
     refused = derive.refusal(cell)
     if refused is None:
         return cell.runner
-    own = json.loads(
-        (model_of(cells.MODELS[cell.model], vllm=cell.vllm) / "config.json").read_text()
-    )
+    own = json.loads((weights_of(run_of(cell, Path())) / "config.json").read_text())
     (architecture,) = own["architectures"]
     sentence = str(refused).replace(axes.model_of(cell).architecture, architecture)
     return f"kvpatch.refusal.Refusal: {sentence}"

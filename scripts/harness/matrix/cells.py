@@ -369,9 +369,7 @@ class Engines:
             asynchronous=ahead and not SPECULATIONS.keys().isdisjoint(settings_of(cell)),
             **changes(cell),
         )
-        if kind != "llama" and plain.model == experts.KIND:
-            plain = replace(plain, model=kind, experts=True)
-        plain = with_chunks(plain, cell)
+        plain = with_chunks(of_kind(plain, kind), cell)
         if plain.cache_dtype:
             # A rank has its share of the heads, and its blocks, too, must fill a page.
             pages = 1 if Version(self.version) >= IN_ONE_PAGE else 2
@@ -428,6 +426,13 @@ def _of_plain(cell: Cell) -> Cell:
     """Return the cell whose plain vLLM computes what that of a cell does."""
     names = [one for one in settings_of(cell) if one not in _OF_KVPATCH]
     return replace(cell, feature=TOGETHER.join(names) or NONE)
+
+
+def of_kind(run: Run, kind: str) -> Run:
+    """Return a run with a model of its kind, where what is turned on has one of experts."""
+    if kind == "llama" or run.model != experts.KIND:
+        return run
+    return replace(run, model=kind, experts=True)
 
 
 def with_chunks(run: Run, cell: Cell) -> Run:
