@@ -243,10 +243,12 @@ def let_full_attention_draft(folder: Path, dense: int, plain: float) -> None:
     weights = load_file(file)
     ends = weights["model.norm.weight"]
     size = len(ends)
-    for name, one in list(weights.items()):
-        _, _, layer, *rest = [*name.split("."), *[""] * 3]
-        if layer == str(dense if "mlp" in rest else LAYERS - 1):
-            weights[".".join(["mtp.layers.0", *filter(None, rest)])] = one.clone()
+    attention, behind = f"model.layers.{LAYERS - 1}.", f"model.layers.{dense}."
+    weights |= {
+        name.replace(layer, "mtp.layers.0."): one.clone()
+        for name, one in weights.items()
+        if name.startswith(layer := behind if ".mlp." in name else attention)
+    }
     weights |= {
         "mtp.fc.weight": torch.cat([torch.zeros(size, size), torch.eye(size)], dim=1),
         "mtp.pre_fc_norm_embedding.weight": torch.full((size,), plain),

@@ -217,6 +217,7 @@ FEATURES = (
         connectors=("Offloading", "tiering fs", "Multi"),
     ),
 )
+DELTA_NETS = {"model_config.hf_text_config": SimpleNamespace(linear_num_value_heads=2)}
 # Settings that are no axis: each runs once for each connector of a release, with one runner, layout
 # and kind of model. The first three are validated alone by tests, but for the kinds in ``each``.
 SETTINGS = (
@@ -249,7 +250,7 @@ SETTINGS = (
     # States of Qwen3-Next and Qwen3.5, in place of Mamba2's; before, a CPU has no kernels for them.
     Feature(
         DELTA,
-        {"model_config.hf_text_config": SimpleNamespace(linear_num_value_heads=2)},
+        DELTA_NETS,
         (),
         since="0.33",
         admitted=False,

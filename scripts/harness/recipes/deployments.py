@@ -49,7 +49,6 @@ def _drafts(method: str) -> dict[str, Any]:
 
 
 _FP8 = {"cache_config.cache_dtype": "fp8"}
-_DELTA_NETS = {"model_config.hf_text_config": SimpleNamespace(linear_num_value_heads=2)}
 _MOE = {"model_config.is_moe": True}
 _EXPERTS = {"parallel_config.enable_expert_parallel": True} | _MOE
 _MACHINES = {"parallel_config.nnodes_within_dp": 2}
@@ -64,7 +63,7 @@ FEATURES = (
         "hybrid models of gated delta nets (among these), TP 4",
         14,
         "KVP313, KVP311, KVP406",
-        _ranks(4) | _DELTA_NETS,
+        _ranks(4) | axes.DELTA_NETS,
         place.HYBRID,
     ),
     Feature("an fp8 KV cache, TP 4", 12, "KVP310", _FP8 | _ranks(4)),
