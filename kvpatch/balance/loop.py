@@ -25,7 +25,7 @@ from kvpatch.balance.seen import Found
 GIVES = 20.0  # seconds in which an engine gives back; it goes on if it takes longer
 GETS = 5.0  # seconds in which it takes a higher limit
 STEADY = 0.02  # part of a device by which its memory may seem to grow without any consequence
-Look = Callable[[Mapping[str, Found]], dict[str, Found]]
+Look = Callable[[Mapping[str, Found], Mapping[str, int]], dict[str, Found]]
 SetLimit = Callable[[Found, int, float], int]
 
 
@@ -101,12 +101,13 @@ class Balance:
         self.found: dict[str, Found] = {}
         self._tell, self._dry = tell, dry
         self._settings = settings or Settings()
-        # Until some looks later, an engine's prefix cache may fill its limit.
+        # Some looks later an engine is alone: until then its prefix cache may fill its limit.
         controls = None if dry else 10 + 3 * self.options.every
         self._look = look or partial(seen.look, controls=controls)
         self._set_limit, self._unheard = set_limit, unheard
         self._clock, self._wall = clock, wall
         self._past: dict[str, Mapping[str, Past]] = {}
+        self._alone: dict[str, int] = {}  # limits of engines without this loop
         self._sizes: dict[str, int] = {}
         self._seen_at = 0.0
         self._notes: set[tuple[str, str]] = set()
@@ -126,15 +127,19 @@ class Balance:
             if rounds is not None and (rounds := rounds - 1) <= 0:
                 break
             stop.wait(max(0.0, self.options.every - (self._clock() - begun)))
-        if not self._dry and any(terms.lends for terms in self.options.terms.values()):
+        if not self._dry and any(
+            policy.lends(one.engine, self._rule(name)) for name, one in self.found.items()
+        ):
             # Nobody looks from now on: what one request needs goes back to who lends it.
             self._settings = replace(self._settings, lent=0.0)
+            self._alone = {}
             self.round()
 
     def round(self) -> None:
         """Look once, and do what is due."""
         notes: set[tuple[str, str]] = set()
-        self._see(self._look(self.found))
+        self._see(self._look(self.found, self._alone))
+        self._alone = {}
         for sentence in self._unheard(self.found).values():
             notes.add(("", sentence))
         groups: dict[str, list[str]] = {}
@@ -165,15 +170,15 @@ class Balance:
         if any(one.engine.born == seen.NEVER for one in self.found.values()):
             # It may be on this device, and map what is free here.
             size = min(size, sum(one.engine.held for one in self._on(device)))
-        plan = policy.plan(
-            [one.engine for one in self._on(device)],
-            size,
-            self._past.get(device, {}),
-            self._clock(),
-            self._rule,
-            self._settings,
-        )
+        engines = [one.engine for one in self._on(device)]
+        past, now = self._past.get(device, {}), self._clock()
+        plan = policy.plan(engines, size, past, now, self._rule, self._settings)
         self._past[device] = plan.past
+        usual = self._settings
+        if usual.lent and any(plan.limit(one) < one.one_request(usual.page) for one in engines):
+            settings = replace(usual, lent=0.0)
+            without = policy.plan(engines, size, past, now, self._rule, settings)
+            self._alone |= {one.name: without.limit(one) for one in engines}
         if self._dry:
             self._say_would(plan.moves, device)
             return plan.notes
@@ -182,7 +187,7 @@ class Balance:
             list(pool.map(lambda move: self._do(move, GIVES), gives))
         if any(move.raises for move in plan.moves):
             if gives:
-                self._see(self._look(self.found))
+                self._see(self._look(self.found, self._alone))
                 size = min(size, self._size(device) or size)  # others may have taken memory
             after = [one.engine for one in self._on(device)]
             for move in policy.grants(plan.moves, after, size, self._settings.page):

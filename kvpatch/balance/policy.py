@@ -48,7 +48,7 @@ def plan(
     """
     by_name = sorted(engines, key=lambda one: one.name)
     longest = {one.name: min(one.least, one.most) for one in by_name}
-    seen = [_now(one, terms(one.name).lends, settings) for one in by_name]
+    seen = [_now(one, lends(one, terms(one.name)), settings) for one in by_name]
     then = _remember(seen, past, now, settings)
     ours = [one for one in seen if one.answers]
     # Of an engine that does not answer nothing can be had.
@@ -80,6 +80,11 @@ def plan(
             replace(before, raised=now) if move.raises else replace(before, lowered=now)
         )
     return Plan(changed, shares, then, tuple(notes))
+
+
+def lends(one: Engine, terms: Terms) -> bool:
+    """Whether an engine lends what one of its requests needs."""
+    return one.lends if terms.lends is None else terms.lends
 
 
 def _now(one: Engine, lends: bool, settings: Settings) -> Engine:

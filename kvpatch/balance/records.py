@@ -19,13 +19,13 @@ class Terms:
         ceiling: it never may map more; None for what it started with.
         priority: how much it counts when there is not enough for all.
         lends: whether others may have a part of what one of its longest requests needs, while none
-            of its requests waits. Whoever stops looking then may leave it with less than that.
+            of its requests waits; None if it stores what it gives.
     """
 
     floor: int = 0
     ceiling: int | None = None
     priority: float = 1.0
-    lends: bool = False
+    lends: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,8 @@ class Engine:
         suspended: whether it is suspended; it has nothing mapped and needs nothing, and what it may
             map when it is resumed can be another's once that is less.
         page: bytes of its pages, to which its limits are rounded; 0 for those of the settings.
+        lends: whether it stores what it gives, and takes back what one request needs when nobody
+            controls it any more.
     """
 
     name: str
@@ -62,6 +64,7 @@ class Engine:
     suspended: bool = False
     born: int = 0
     page: int = 0
+    lends: bool = False
 
     @property
     def held(self) -> int:
@@ -163,6 +166,10 @@ class Plan:
     shares: Mapping[str, int]
     past: Mapping[str, Past]
     notes: tuple[str, ...] = field(default=())
+
+    def limit(self, one: Engine) -> int:
+        """Return the limit that an engine is to have."""
+        return next((move.limit for move in self.moves if move.name == one.name), one.limit)
 
 
 def rounded_up(size: int, page: int) -> int:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from kvpatch import claims, control
@@ -46,11 +47,16 @@ class Found:
     revision: int = 0
 
 
-def look(before: Mapping[str, Found], controls: float | None = None) -> dict[str, Found]:
+def look(
+    before: Mapping[str, Found],
+    alone: Mapping[str, int] = MappingProxyType({}),
+    controls: float | None = None,
+) -> dict[str, Found]:
     """Return the engines of this user that listen, by name.
 
     Args:
         before: the look before it: an engine that does not answer now is what it was then.
+        alone: the limits that they are to have without a controller, by name.
         controls: seconds for which the caller sees to their limits; None if it only looks.
 
     Raises:
@@ -58,12 +64,16 @@ def look(before: Mapping[str, Found], controls: float | None = None) -> dict[str
     """
     hits = found_tokens()
     by_path = {one.handle.path: one for one in before.values() if one.handle is not None}
-    seen = client.of_each(lambda path: _one(path, by_path.get(path), hits, controls))
+    seen = client.of_each(lambda path: _one(path, by_path.get(path), hits, alone, controls))
     return {one.engine.name: one for one in seen if one is not None}
 
 
 def _one(
-    path: Path, before: Found | None, hits: Mapping[str, int], controls: float | None
+    path: Path,
+    before: Found | None,
+    hits: Mapping[str, int],
+    alone: Mapping[str, int],
+    controls: float | None,
 ) -> Found | None:
     """Return the engine at a socket; None if it has ended."""
     try:
@@ -74,7 +84,8 @@ def _one(
     except (OSError, KeyError, TypeError, ValueError) as error:
         return silent(before or unknown(path), f"it does not answer: {error}")
     try:
-        found = of(handle, handle.demand(patience=PATIENCE, controls=controls), hits)
+        needs = handle.demand(patience=PATIENCE, controls=controls, alone=alone.get(handle.name))
+        found = of(handle, needs, hits)
         # On its way into a suspension or back its limit is its own affair.
         settled = handle.phase in ("runs", "suspended")
         return found if settled else silent(found, f"it is {handle.phase}")
@@ -139,6 +150,7 @@ def of(
         found=tokens * least / longest if tokens is not None and longest else None,
         suspended=handle.phase == "suspended",
         page=int(demand.get("page", 0)),
+        lends=bool(demand.get("lends")),
     )
     return Found(
         engine=engine,

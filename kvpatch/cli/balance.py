@@ -51,7 +51,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         help="while no request of this engine waits, others may have all but what its requests "
-        "need that are there, and a page",
+        "need that are there, and a page; engines with a CPU tier lend so by themselves",
+    )
+    parser.add_argument(
+        "--no-lend",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="always leave this engine what one of its requests may need",
     )
     parser.add_argument(
         "--memory",
@@ -155,6 +162,7 @@ def read(given: argparse.Namespace) -> Options:
         found, **{name: getattr(options.of({name: text}), name) for name, text in said.items()}
     )
     parts: dict[str, dict[str, str | bool]] = {name: {"lends": True} for name in given.lend}
+    parts |= {name: {"lends": False} for name in given.no_lend}
     for part in PARTS:
         settings: Iterable[tuple[str, str]] = getattr(given, part)
         for name, value in settings:

@@ -207,7 +207,13 @@ class Engine:
         answer = self._ask(asked, tell, patience)
         return answer if answer.phase == "runs" else replace(answer, later=size)
 
-    def demand(self, *, patience: float = ANSWERS, controls: float | None = None) -> dict[str, Any]:
+    def demand(
+        self,
+        *,
+        patience: float = ANSWERS,
+        controls: float | None = None,
+        alone: int | None = None,
+    ) -> dict[str, Any]:
         """Return what it needs and could have, see ``suspend.demand``.
 
         Args:
@@ -215,6 +221,8 @@ class Engine:
             controls: seconds for which the caller sees to the limits of all engines of the device:
                 so long its prefix cache is bounded by its limit alone, unless its operator set
                 ``KVCACHED_MAX_CACHED_TOKENS``.
+            alone: bytes of the limit that it is to take when it has not been asked again by then;
+                None for the one that it has.
 
         Raises:
             Refused: it does not know, or does not answer in time.
@@ -222,6 +230,8 @@ class Engine:
         asked: dict[str, Any] = {"verb": "demand"}
         if controls is not None:
             asked["controls"] = controls
+        if alone is not None:
+            asked["alone"] = alone
         return self._ask(asked, None, patience).said
 
     def _ask(

@@ -302,9 +302,7 @@ def suspended_line(pid: int, state: State, engine: dict[str, Any]) -> str:
     return f"{line}; kvpatch resume {shlex.quote(pool)} {what}"
 
 
-FREE = (
-    "free memory on the device (kvpatch list; kvpatch suspend NAME, or kvpatch balance --lend '*')"
-)
+FREE = "free memory on the device (kvpatch list; kvpatch suspend NAME, or kvpatch balance)"
 
 
 def waits_line(pid: int, engine: dict[str, Any]) -> str:

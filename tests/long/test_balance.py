@@ -34,6 +34,7 @@ def test_memory_goes_where_it_is_needed_and_nothing_is_lost(models, device, tmp_
         most = control.find(names[0]).said["most"]
         # As if the device had room for one and a half of them.
         size = full * 3 // 2
+        least = control.find(names[0]).demand()["least"]
         command = stack.enter_context(command_for(names))
         for kill in (True, False):
             balance = subprocess.Popen(
@@ -62,6 +63,8 @@ def test_memory_goes_where_it_is_needed_and_nothing_is_lost(models, device, tmp_
                 balance.terminate()
             balance.communicate(timeout=60)
             assert (balance.returncode == 0) is not kill
+            # What an idle engine had lent comes back, also by itself.
+            assert eventually(lambda: min(limits()) >= least and sum(limits()) <= size + page, 60)
         for name in names:
             said = control.find(name).limit(control.find(name).said["limit"]).said
             assert said["evicted_without_copy"] == 0

@@ -469,9 +469,10 @@ def test_a_file_and_flags_before_it(tmp_path):
     assert found == Options(
         {"chat": Terms(8 * GIB, 20 * GIB, lends=True), "*": Terms(priority=2.0)}, 1.0, 60 * GIB
     )
-    found = parsed("--config", str(path), "--lend", "*", "--lend", "code")
+    found = parsed("--config", str(path), "--lend", "*", "--lend", "code", "--no-lend", "chat")
     assert found.terms["*"] == Terms(priority=2.0, lends=True)
     assert found.terms["code"] == Terms(lends=True)
+    assert found.terms["chat"] == Terms(4 * GIB, 20 * GIB, lends=False)
 
 
 @pytest.mark.parametrize(

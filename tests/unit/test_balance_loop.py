@@ -42,6 +42,7 @@ class Machine:
         self.refuses = {}
         self.before_answer = lambda name: None
         self.unheard = {}
+        self.alone = {}  # the limits that they take without the loop
 
     def change(self, name, **changes):
         sizes = {
@@ -57,8 +58,9 @@ class Machine:
             raise Killed
         self.steps += 1
 
-    def look(self, before):
+    def look(self, before, alone):
         self._step()
+        self.alone = dict(alone)
         free = DEVICE - sum(one.mapped for one in self.engines.values())
         found = {}
         for name, one in self.engines.items():
@@ -320,8 +322,8 @@ def test_memory_that_an_operator_names_is_all_there_is(machine):
 def test_memory_that_others_take_is_not_promised(machine):
     look = machine.look
 
-    def taken(before):
-        seen = look(before)
+    def taken(*asked):
+        seen = look(*asked)
         return {name: replace(one, free=max(0, one.free - 200 * MIB)) for name, one in seen.items()}
 
     machine.look = taken
@@ -332,7 +334,7 @@ def test_memory_that_others_take_is_not_promised(machine):
 
 def free(machine, balance, size):
     """Balance with so many MiB free."""
-    seen = machine.look(balance.found)
+    seen = machine.look(balance.found, {})
     balance._see({name: replace(one, free=size * MIB) for name, one in seen.items()})
     balance._balance("GPU-1")
 
@@ -366,8 +368,8 @@ def test_limits_never_promise_more_than_is_there_by_the_least_part_of_it(machine
 def test_memory_that_others_take_while_an_engine_gives_is_not_promised(machine):
     look, taken = machine.look, [0]
 
-    def after_the_first(before):
-        seen = look(before)
+    def after_the_first(*asked):
+        seen = look(*asked)
         found = {name: replace(one, free=one.free - taken[0] * MIB) for name, one in seen.items()}
         taken[0] = 200
         return found
@@ -406,6 +408,31 @@ def test_what_was_lent_is_given_back_at_the_end(machine):
     balance.run(rounds=1)
     machine.check()
     machine.balance(dry=True, terms={"code": Terms(lends=True)}).run(rounds=1)
+    assert machine.engines["code"].limit >= 650 * MIB
+    assert machine.alone == {}
+
+
+def test_engines_know_what_is_theirs_if_it_is_killed_while_memory_is_lent(machine):
+    balance = machine.balance()
+    balance.round()
+    balance.round()
+    assert machine.alone == {}, "nothing is lent"
+    machine.change("code", mapped=0, least=650, lends=True)
+    machine.change("chat", mapped=600, needs=900)
+    for _ in range(2):
+        machine.now += 30
+        balance.round()
+    assert machine.engines["code"].limit < 650 * MIB
+    assert sum(machine.alone.values()) <= DEVICE
+    for name, size in sorted(machine.alone.items(), key=lambda one: one[0] == "code"):
+        machine.take(name, size)
+    assert machine.engines["code"].limit >= 650 * MIB
+    machine.check()
+
+
+def test_who_is_to_lend_nothing_keeps_a_request(machine):
+    machine.change("code", mapped=0, least=650, lends=True)
+    machine.balance(terms={"code": Terms(lends=False)}).round()
     assert machine.engines["code"].limit >= 650 * MIB
 
 

@@ -370,6 +370,9 @@ def test_what_one_request_needs_is_lent_while_none_waits():
     idle = engine("b", 400, 0, least=400)
     assert limits(plan(waits, idle)) == {}  # it is what one request of b needs
     assert limits(plan(waits, idle, b=LENDS)) == {"b": 1, "a": 999}, "all but a page"
+    lends = replace(idle, lends=True)
+    assert limits(plan(waits, lends)) == {"b": 1, "a": 999}, "it stores what it gives"
+    assert limits(plan(waits, lends, b=Terms(lends=False))) == {}
     busy = engine("b", 400, 0, least=400, needs=40, running=1)
     assert limits(plan(waits, busy, b=LENDS)) == {"b": 50, "a": 950}, "with what it makes"
 

@@ -319,7 +319,7 @@ def test_readme_quotes_the_result_files(folder):
     rows = quoted.sections(found)["results"]
     assert "| multi-turn conversations that return after eviction, tokens/s " in rows
     assert "| 0.20 ms, 30 ms |" in rows
-    assert "| `balance --lend '*'` 1.80x with 0.40x the P90 of the first token |" in rows
+    assert "| `balance` 1.80x with 0.40x the P90 of the first token |" in rows
     cycles[quoted.KVPATCH] = [one | {"given_share": 0.875} for one in cycles[quoted.KVPATCH]]
     assert "| kvcached + kvpatch | 87.5% |" in quoted.sections(found)["numbers"]
     assert "on vLLM 0.32.0 and kvcached" in quoted.sections(found)["measured"]

@@ -15,7 +15,7 @@ from kvpatch.environ import (
 )
 from kvpatch.patches.first_limit import birth, presence, rules
 from kvpatch.patches.offloading import place
-from kvpatch.patches.suspend import cap
+from kvpatch.patches.suspend import controller
 from kvpatch.patches.suspend import demand as demands
 from kvpatch.patches.suspend.server import answer
 from kvpatch.patches.suspend.suspension import Cannot
@@ -93,17 +93,68 @@ def test_an_engine_says_what_it_needs(engine, monkeypatch):
         "least": 3 * PAGE,
         "longest": 10 * TOKENS,
         "needs": 2 * PAGE,
+        "lends": False,
     }
 
 
-def test_a_prefix_cache_fills_its_limit_while_a_controller_sees_to_that(engine, monkeypatch):
+def test_an_engine_that_stores_what_it_gives_lends_what_a_request_needs(worlds, monkeypatch):
+    platform(monkeypatch, None, cpu=True)
+    giving = with_groups(worlds(gives=True), 10)
+    assert answer(giving.suspension, {"verb": "demand"}, 0.0)["lends"] is True
+
+
+@pytest.fixture
+def clock(monkeypatch):
     platform(monkeypatch, None, cpu=True)
     monkeypatch.delenv(KVCACHED_MAX_CACHED_TOKENS.name, raising=False)
-    now = 100.0
-    monkeypatch.setattr(cap, "time", SimpleNamespace(monotonic=lambda: now))
+    now = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(controller, "time", SimpleNamespace(monotonic=lambda: now.now))
+    return now
+
+
+def looked_at(engine, **said):
+    answer(engine.suspension, {"verb": "demand", "controls": 13.0} | said, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("alone", "then"),
+    [(5 * PAGE, 5 * PAGE), (None, 2 * PAGE), ("all", 2 * PAGE), (1 << 60, MOST * PAGE), (0, PAGE)],
+)
+def test_without_its_controller_an_engine_takes_what_it_was_told_to(engine, clock, alone, then):
+    looked_at(engine, alone=alone)
+    engine.suspension.limit(2 * PAGE, 1)
+    clock.now += 12
+    engine.suspension.advance()
+    assert engine.manager.limit == 2 * PAGE, "it is heard of"
+    clock.now += 2
+    engine.suspension.advance()
+    assert engine.manager.limit == then
+    engine.suspension.limit(3 * PAGE)
+    engine.suspension.advance()
+    assert engine.manager.limit == 3 * PAGE, "once"
+
+
+def test_a_controller_that_says_no_more_leaves_the_limit(engine, clock):
+    looked_at(engine, alone=5 * PAGE)
+    looked_at(engine)
+    engine.suspension.limit(2 * PAGE, 1)
+    clock.now += 20
+    engine.suspension.advance()
+    assert engine.manager.limit == 2 * PAGE
+
+
+def test_a_limit_of_an_operator_outlives_the_controller(engine, clock):
+    looked_at(engine, alone=5 * PAGE)
+    engine.suspension.limit(2 * PAGE)
+    clock.now += 20
+    engine.suspension.advance()
+    assert engine.manager.limit == 2 * PAGE
+
+
+def test_a_prefix_cache_fills_its_limit_while_a_controller_sees_to_that(engine, clock, monkeypatch):
     asked, own = {"verb": "demand", "controls": 13.0}, engine.pool.max_cached_blocks
     for later, bound in ((0, -1), (12, -1), (12, -1), (14, own)):
-        now += later
+        clock.now += later
         if later < 13:
             answer(engine.suspension, asked, 0.0)
         engine.suspension.advance()

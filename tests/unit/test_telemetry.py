@@ -1016,7 +1016,7 @@ def test_an_engine_whose_requests_all_wait_for_memory(process, clock, monkeypatc
         f"pid {process.pid} waits for memory: 2 requests wait, none runs and nothing has moved for "
         "45 s, with 10 MiB mapped of 32 MiB at most; raise its limit (kvpatch limit chat SIZE) up "
         "to what it started with, free memory on the device (kvpatch list; kvpatch suspend NAME, "
-        "or kvpatch balance --lend '*'), or end the requests: one may need more than the limit"
+        "or kvpatch balance), or end the requests: one may need more than the limit"
     )
     prints("--pid", str(process.pid), code=1)
 
@@ -1026,7 +1026,7 @@ def test_a_limit_that_cannot_be_higher_is_not_to_be_raised(process, clock, pages
     seen = waiting_engine(process, clock, pages=pages)
     line = (
         "32 MiB at most, which is all it started with; free memory on the device (kvpatch list; "
-        "kvpatch suspend NAME, or kvpatch balance --lend '*'), or end requests"
+        "kvpatch suspend NAME, or kvpatch balance), or end requests"
     )
     assert seen.line.endswith(line) is all_of_it
     assert ("raise its limit" in seen.line) is not all_of_it

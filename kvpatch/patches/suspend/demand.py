@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvpatch import state
 from kvpatch.environ import HOST_DEVICE_DIR
+from kvpatch.patches.suspend.giving import Giving
 from kvpatch.patches.suspend.suspension import Cannot
 from kvpatch.upstream import kvcached_api, requests
 
@@ -16,7 +18,8 @@ def demand(engine: Any) -> dict[str, Any]:
         ``device``, which is the same for engines that share their memory; ``mapped``, bytes that
         the engine has mapped, read before ``free``, bytes that nobody has; ``page``, the bytes of
         a page; ``least``, what one request of the longest length needs, and ``longest``, its
-        tokens; ``needs``, what the requests need that are there.
+        tokens; ``needs``, what the requests need that are there; ``lends``, whether it stores what
+        it gives, and can lend what one request needs.
 
     Raises:
         Cannot: its device has no name.
@@ -30,6 +33,7 @@ def demand(engine: Any) -> dict[str, Any]:
         "least": requests.longest(engine),
         "longest": int(engine.vllm_config.model_config.max_model_len),
         "needs": requests.present(engine),
+        "lends": state.find(manager, Giving) is not None,
     }
 
 

@@ -146,7 +146,7 @@ def answer(suspension: Suspension, asked: dict[str, Any], since: float) -> dict[
 
         controls = seconds(asked.get("controls"))
         if controls is not None:
-            suspension.cap.lift(controls)
+            suspension.controller.heard(controls, _limit_alone(suspension, asked.get("alone")))
         return demand(suspension.engine)
     else:
         raise Cannot(f"it knows {', '.join(protocol.VERBS)}, and not {verb!r}")
@@ -162,6 +162,24 @@ def seconds(timeout: Any) -> float | None:
     except OverflowError:
         return None
     return number if 0 < number < float("inf") else None
+
+
+def _limit_alone(suspension: Suspension, size: Any) -> int | None:
+    """Return the limit that an engine is to take without a controller, as it can take it."""
+    if not isinstance(size, int) or isinstance(size, bool):
+        return None
+    manager = kvcached_api.manager_of(suspension.engine)
+    return max(kvcached_api.page_bytes(manager), min(size, kvcached_api.most(manager)))
+
+
+class Gone(Handed):
+    """Tells an engine that waits for its clients that its controller is gone."""
+
+    taken_by = Suspension
+
+    def take(self, suspension: Suspension) -> None:
+        """Take the limit that it is to have then; on the engine's thread."""
+        suspension.advance()
 
 
 class Server:
@@ -219,6 +237,12 @@ class Server:
         if self._closed.is_set():
             self.close()  # again: it has closed the one before
 
+    def look_at_controller(self) -> None:
+        """Tell the engine's thread if the controller of its limit is gone."""
+        engine, suspension = self._engine(), self._suspension()
+        if engine is not None and suspension is not None and suspension.controller.is_gone:
+            hand_over(engine, Gone())
+
     def close(self) -> None:
         """Listen no longer."""
         self._closed.set()
@@ -237,6 +261,7 @@ class Server:
             except TimeoutError:
                 self._free.release()
                 self._listen_again()
+                self.look_at_controller()
                 continue
             except OSError as error:
                 self._free.release()

@@ -27,7 +27,7 @@ from kvpatch import state
 from kvpatch.logs import log
 from kvpatch.patches import deadlock
 from kvpatch.patches.secondary_tiers.weights import Calls
-from kvpatch.patches.suspend.cap import Cap
+from kvpatch.patches.suspend.controller import Controller
 from kvpatch.patches.suspend.giving import Giving
 from kvpatch.patches.suspend.hold import Hold
 from kvpatch.patches.suspend.spill import Spill, cached
@@ -77,6 +77,7 @@ class Suspension:
         said: the progress, or the outcome, of the last verb; replaced and never changed.
         given_up: why the last suspension is none, also if somebody else looked in between.
         by: who asked last, as the end of a sentence in the log.
+        controller: who moves its limit, if anybody does.
         revision: counts the limits that were set, by whoever asked here.
     """
 
@@ -95,7 +96,7 @@ class Suspension:
         self._why_not = why_not
         self._hold = state.of(engine.scheduler, Hold)
         self._manager = kvcached_api.manager_of(engine)
-        self.cap = Cap(kvcached_api.pool_of(engine))
+        self.controller = Controller(kvcached_api.pool_of(engine))
         self._begun = 0.0
         self._deadline = 0.0
         self._finish = False
@@ -247,6 +248,8 @@ class Suspension:
             later = ", from its resumption on"
         else:
             kvcached_api.set_limit(self._manager, size)
+        if revision is None:  # not of a controller, which knows its revision
+            self.controller.alone = None
         self.revision = self.revision + 1 if revision is None else revision
         if size != before:
             said = readable(before), readable(size), self.by, later
@@ -257,7 +260,10 @@ class Suspension:
 
     def advance(self) -> None:
         """Go as far as it goes now; called at every step of the engine."""
-        self.cap.advance()
+        alone = self.controller.advance()
+        if alone is not None:
+            self.by = " by itself, as its controller is silent"
+            self.limit(alone, self.revision + 1)
         try:
             if self.phase is Phase.RUNS and self.said.get("lowers") and self._has_given():
                 self._tell()

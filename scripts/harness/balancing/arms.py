@@ -126,6 +126,7 @@ def _lending(engines: list[Engine], size: int) -> Limits:
     return Balanced(engines, size, records.Terms(lends=True))
 
 
+# Engines with a CPU tier lend by themselves: what they lend is simulated with the flag.
 STATIC, IDEAL, LENDING = "static parts", "one LRU", "kvpatch balance --lend '*'"
 ARMS = (
     Arm(STATIC, Static),

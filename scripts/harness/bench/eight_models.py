@@ -6,7 +6,7 @@ conversations grow and return, and spells in which one or two models are busy. I
 prompts are asked in the same order:
 
 static parts                    vLLM's own offloading, an eighth of the device each, for good
-kvpatch balance --lend '*'      one device for all, an eighth as the first limit, beside the command
+kvpatch balance                 one device for all, an eighth as the first limit, beside the command
 
 First come, first served is no arm: kvcached's 16,000 tokens that an idle engine keeps are a part of
 some hundredths of a real device, and nearly half of this one, so that a busy engine waits for ever.
@@ -27,7 +27,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from harness.balancing.arms import LENDING, STATIC
+from harness.balancing.arms import STATIC
 from harness.balancing.many import BUSY, MODELS
 from harness.bench import arms
 from harness.bench.measure import read
@@ -140,13 +140,13 @@ def processor(servers: Sequence[Server]) -> float:
 
 @contextmanager
 def balanced(engines: Iterable[str], log: Path) -> Iterator[None]:
-    """Run ``kvpatch balance --lend '*'`` for engines meanwhile.
+    """Run ``kvpatch balance`` for engines meanwhile.
 
     Raises:
         HarnessError: it ended before.
     """
     with command_for(engines) as command, log.open("wb") as file:
-        words = [*command, "--lend", "*", "--every", EVERY]
+        words = [*command, "--every", EVERY]
         running = subprocess.Popen(words, stdout=file, stderr=file)
         try:
             with suppress(subprocess.TimeoutExpired):
@@ -179,7 +179,7 @@ def measured(screen: Screen, seed: int = 1) -> Result:
     asked, found = load(seed), {}
     with workspace() as folder, ThreadPoolExecutor(2 * ASKING) as pool:
         starter = Starter({"a": kept_model(7, screen.say, KV_HEADS)}, folder, SIZE, screen)
-        for arm, name in ((arms.STATIC, STATIC), (arms.KVPATCH, LENDING)):
+        for arm, name in ((arms.STATIC, STATIC), (arms.KVPATCH, "kvpatch balance")):
             with ExitStack() as stack:
                 every = kinds(arm)
                 servers = [starter.start(stack, kind, device="eight") for kind in every]

@@ -92,7 +92,7 @@ def eight_models(sharing: dict[str, Any]) -> tuple[str, str, str]:
     return (
         f"tokens/s of {setting['models']} models, {setting['busy']} busy on average, on the memory "
         "of three, over static parts, simulated",
-        f"`balance --lend '*'` {said[lending[0]['arm']]} with "
+        f"`balance` {said[lending[0]['arm']]} with "
         + " and ".join(f"{one['p90_over_static']:.2f}x" for one in lending)
         + " the P90 of the first token",
         f"first come, first served {said['first come']}; one LRU over all {said['one LRU']}",

@@ -174,7 +174,7 @@ def sharing_rows(found: Result) -> Iterator[tuple[str, str, str, str]]:
         now = worst[figure]
         yield f"{what}, least: {where}", f"at least {goal:.2f}x", f"{now:.3f}x", word(now >= goal)
     for what, goal, figure in (
-        ("eight models, `--lend '*'`: tokens/s over static parts", 1.5, "tokens_over_static"),
+        ("eight models, `balance`: tokens/s over static parts", 1.5, "tokens_over_static"),
         ("the same over one LRU over all of them", 0.95, "tokens_over_one_lru"),
     ):
         now = min(one[figure] for one in lending)
