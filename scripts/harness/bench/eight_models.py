@@ -47,7 +47,7 @@ DEVICE = 18 * LONGEST
 TIER = DEVICE * 2 // 5
 KEPT = MODELS * (1 + int(SPARE_PAGES["KVCACHED_MAX_RESERVED_PAGES"])) * PAGE_BLOCKS
 USERS, ASKING = 24, 12  # of a model, and of these in each of its turns
-SPELLS, TURNS = 16, 2  # of the whole load, and turns of a busy model in each of them
+SPELLS, TURNS = 6, 6  # of the whole load, and turns of a busy model in each of them
 ANSWER = 24  # tokens
 EVERY = "0.2s"  # between two looks of the command: a spell is seconds here, not minutes
 SIZE = replace(SMOKE, tier_blocks=TIER, together=4, peak=ASKING)
