@@ -74,7 +74,7 @@ def _served(engines: dict[str, Any]) -> tuple[str, str]:
     return (
         f"the same of {engines['setting']['models']} small served engines on the host device, once",
         f"{static['seconds'] / lending['seconds']:.2f}x, {computed[0]:.0%} of prompt tokens "
-        f"computed in place of {computed[1]:.0%} (what is in the way: docs/numbers.md)",
+        f"computed in place of {computed[1]:.0%} (what that depends on: docs/numbers.md)",
     )
 
 
