@@ -24,6 +24,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ DEVICE = 18 * LONGEST
 TIER = DEVICE * 2 // 5
 KEPT = MODELS * (1 + int(SPARE_PAGES["KVCACHED_MAX_RESERVED_PAGES"])) * PAGE_BLOCKS
 USERS, ASKING = 24, 12  # of a model, and of these in each of its turns
-SPELLS, TURNS = 6, 6  # of the whole load, and turns of a busy model in each of them
+SPELLS, TURNS = 8, 5  # of the whole load, and turns of a busy model in each of them
 ANSWER = 24  # tokens
 EVERY = "0.2s"  # between two looks of the command: a spell is seconds here, not minutes
 SIZE = replace(SMOKE, tier_blocks=TIER, together=4, peak=ASKING)
@@ -61,8 +62,10 @@ def load(seed: int) -> list[Asked]:
     # A conversation is its tokens; what an answer adds is drawn like the rest.
     users = [[_tokens(drawn, LONGEST // 2) for _ in range(USERS)] for _ in range(MODELS)]
     found = []
+    # Each model has its turn before one has another.
+    turns = (model for _ in count() for model in drawn.sample(range(MODELS), MODELS))
     for spell in range(SPELLS):
-        busy = drawn.sample(range(MODELS), 1 + spell % 2)  # BUSY on average
+        busy = set(islice(turns, 1 + spell % 2))  # BUSY on average
         for _ in range(TURNS):
             prompts: Asked = {}
             for model in busy:
