@@ -254,6 +254,10 @@ CODES = {
         "ovg-project/kvcached, cache_geometry in 0.1.6",
     ),
     "KVP394": _not_validated("offloading of hybrid models of gated delta nets"),
+    "KVP395": _incompatible(
+        "OffloadingConnector with drafts by `mtp`, of windows or of a hybrid model in chunks",
+        "`test_plain_vllm_finds_nothing_beside_mtp` in tests/versions/test_mtp.py",
+    ),
     "KVP401": _incompatible(
         "the scheduler's block pool is not kvcached's", "ovg-project/kvcached#316"
     ),

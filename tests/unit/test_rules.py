@@ -437,6 +437,14 @@ case(
     DRAFTS | ONE_RANK | V2_OF_32 | WINDOWS,
     DRAFTS | ONE_RANK | V2_OF_32 | {"model_config": None},
 )
+MTP = {"speculative_config": SimpleNamespace(method="mtp")}
+case(
+    "KVP395",
+    "OffloadingConnector is configured with drafts by mtp, for a model with sliding windows or a "
+    "hybrid model with chunks of several blocks",
+    MTP | ONE_RANK | V2_OF_33 | WINDOWS,
+    MTP | ONE_RANK | V2_OF_33 | HYBRID | chunks(blocks_per_chunk=2),
+)
 case(
     "KVP340",
     "a KV connector is configured for a checkpoint with a kv_cache_scheme",

@@ -35,6 +35,8 @@ DRAFTING = {
 STAGES = {1: "2 stages", 2: "2 stages of 2 ranks"}
 # Where windows have groups of their own by default.
 HYBRID_MANAGER = Span("0.22")
+# Where drafts by mtp leave nothing to be found beside windows.
+NOTHING_BESIDE_MTP = Span("0.33", "0.34")
 # Where chunks are stored of which a window has left a part.
 WINDOWS_IN_PARTS = Span("0", "0.33")
 
@@ -65,8 +67,21 @@ def _scheduler(config: Any) -> str | None:
 def _other_drafts(config: Any, facts: Facts) -> bool:
     """Return whether drafts are made that were not compared; what is beside them is in pairs."""
     drafting = config.speculative_config
-    return drafting is not None and not place.starts_with(
-        DRAFTING.get(drafting.method, ""), config, facts
+    return (
+        drafting is not None
+        and not place.starts_with(DRAFTING.get(drafting.method, ""), config, facts)
+        and not (release_of(facts.vllm) in NOTHING_BESIDE_MTP and _finds_nothing(config, facts))
+    )
+
+
+def _finds_nothing(config: Any, facts: Facts) -> bool:
+    """Return whether vLLM stores what drafts by mtp need, and finds none of it again."""
+    drafting, model = config.speculative_config, config.model_config
+    return (
+        drafting is not None
+        and drafting.method == "mtp"
+        and all(one.name == connectors.OFFLOADING for one in connector_rules.leaves(config))
+        and (has_chunks(config, facts) if place.is_hybrid(model) else place.has_windows(model))
     )
 
 
@@ -253,6 +268,18 @@ RULES = (
         "it is not validated: it may free or allocate blocks in an order that the fence does not "
         "expect",
         "remove --scheduler-cls",
+    ),
+    Rule(
+        "KVP395",
+        "OffloadingConnector with drafts by `mtp` on vLLM 0.33, for models with sliding windows, "
+        "and for hybrid models with chunks of several blocks",
+        _finds_nothing,
+        "OffloadingConnector is configured with drafts by mtp, for a model with sliding windows or "
+        "a hybrid model with chunks of several blocks",
+        "vLLM 0.33 finds nothing of it again in the CPU tier, with kvpatch and without",
+        "remove the speculative configuration, or use SimpleCPUOffloadConnector, or for a hybrid "
+        "model remove block_size and blocks_per_chunk from kv_connector_extra_config",
+        only_in=NOTHING_BESIDE_MTP,
     ),
     Rule(
         "KVP309",
