@@ -108,6 +108,7 @@ class Balance:
         self._clock, self._wall = clock, wall
         self._past: dict[str, Mapping[str, Past]] = {}
         self._alone: dict[str, int] = {}  # limits of engines without this loop
+        self._told: dict[str, int] = {}  # those that they know of
         self._sizes: dict[str, int] = {}
         self._seen_at = 0.0
         self._notes: set[tuple[str, str]] = set()
@@ -138,7 +139,7 @@ class Balance:
     def round(self) -> None:
         """Look once, and do what is due."""
         notes: set[tuple[str, str]] = set()
-        self._see(self._look(self.found, self._alone))
+        self._look_once()
         self._alone = {}
         for sentence in self._unheard(self.found).values():
             notes.add(("", sentence))
@@ -179,6 +180,8 @@ class Balance:
             settings = replace(usual, lent=0.0)
             without = policy.plan(engines, size, past, now, self._rule, settings)
             self._alone |= {one.name: without.limit(one) for one in engines}
+            if self._alone.keys() - self._told.keys() and not self._dry:
+                self._look_once()  # before anybody lends: this loop may be killed at any time
         if self._dry:
             self._say_would(plan.moves, device)
             return plan.notes
@@ -187,7 +190,7 @@ class Balance:
             list(pool.map(lambda move: self._do(move, GIVES), gives))
         if any(move.raises for move in plan.moves):
             if gives:
-                self._see(self._look(self.found, self._alone))
+                self._look_once()
                 size = min(size, self._size(device) or size)  # others may have taken memory
             after = [one.engine for one in self._on(device)]
             for move in policy.grants(plan.moves, after, size, self._settings.page):
@@ -219,7 +222,9 @@ class Balance:
 
     def _do(self, move: Move, patience: float) -> None:
         """Set a limit, and say how that went."""
-        found = self.found[move.name]
+        found = self.found.get(move.name)
+        if found is None or not found.engine.answers:
+            return  # since the plan was made
         try:
             self._set_limit(found, move.limit, patience)
         except control.Refused as refused:
@@ -229,6 +234,10 @@ class Balance:
             self._tell(Event.of(self._wall(), move, False, str(refused)))
             return
         self._tell(Event.of(self._wall(), move, False))
+
+    def _look_once(self) -> None:
+        self._told = self._alone
+        self._see(self._look(self.found, self._alone))
 
     def _see(self, now: dict[str, Found]) -> None:
         """Take note of who is there, and say who came, went, or does not answer."""

@@ -30,13 +30,14 @@ def test_memory_goes_where_it_is_needed_and_nothing_is_lost(models, device, tmp_
             servers.append(stack.enter_context(started))
         first = [[one.complete(prompt)["tokens"] for prompt in prompts(COUNT)] for one in servers]
         page = control.find(names[0]).demand()["page"]
-        full = control.find(names[0]).said["mapped"]
         most = control.find(names[0]).said["most"]
-        # As if the device had room for one and a half of them.
-        size = full * 3 // 2
         least = control.find(names[0]).demand()["least"]
+        # As if the device had room for one request of each: of a fifth of it the second one lends.
+        size = 2 * least + 4 * page
         command = stack.enter_context(command_for(names))
         for kill in (True, False):
+            for name in names:
+                control.find(name).limit(most)
             balance = subprocess.Popen(
                 [*command, f"--memory={size}", f"--priority={names[0]}=4"],
                 stdout=subprocess.PIPE,
@@ -52,6 +53,7 @@ def test_memory_goes_where_it_is_needed_and_nothing_is_lost(models, device, tmp_
             assert eventually(
                 lambda: sum(control.find(name).said["mapped"] for name in names) <= size + page, 60
             )
+            assert eventually(lambda: min(limits()) < least, 60)
             if kill:
                 # It says a move when the engine has answered, which is after its limit is seen.
                 line = appeared

@@ -419,9 +419,13 @@ def test_engines_know_what_is_theirs_if_it_is_killed_while_memory_is_lent(machin
     assert machine.alone == {}, "nothing is lent"
     machine.change("code", mapped=0, least=650, lends=True)
     machine.change("chat", mapped=600, needs=900)
+    knew = []
+    machine.before_answer = lambda name: knew.append("code" in machine.alone)
     for _ in range(2):
         machine.now += 30
         balance.round()
+    assert knew
+    assert all(knew), "before it lends"
     assert machine.engines["code"].limit < 650 * MIB
     assert sum(machine.alone.values()) <= DEVICE
     for name, size in sorted(machine.alone.items(), key=lambda one: one[0] == "code"):
