@@ -362,6 +362,7 @@ PAIRS_OF_KINDS = {
         for pair in (
             *combinations(("chunks", "fp8", "first limit", "idle", "several ranks"), 2),
             *(("mtp", one) for one in ("several ranks", "chunks", "fp8")),
+            *(("expert parallelism", one) for one in ("chunks", "fp8")),
         )
         if pair != ("first limit", "idle")
     ),

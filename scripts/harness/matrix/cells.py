@@ -313,7 +313,8 @@ class Engines:
             least = pages * LEAST if ours.cache_dtype else 0
             ours = replace(ours, cpu_blocks=tier, blocks=max(blocks, least))
         if ours.model == experts.INDEXED and ours.cache_dtype:
-            ours = replace(ours, blocks=pages * PACKED)
+            # An idle engine has a page to give beside that of block 0.
+            ours = replace(ours, blocks=(pages + 2 * ("idle" in settings_of(cell))) * PACKED)
             if ours.simple:  # whose tier has room for all that is asked
                 ours = replace(ours, cpu_blocks=0)
         if (longer := block_tokens(ours) // block_tokens(replace(ours, ranks=1))) > 1:

@@ -34,7 +34,7 @@ def run(wanted: Run, folder: Path, executed: Path, asked: list[dict[str, Any]]) 
     more = {"KVCACHED_IPC_NAME": name, IDLE.name: "2s", "KVPATCH_DEBUG": "1"}
     here = replace(
         wanted,
-        blocks=BLOCKS * block_tokens(wanted) // BLOCK,
+        blocks=max(BLOCKS * block_tokens(wanted) // BLOCK, wanted.blocks),
         cpu_blocks=0,
         environment=(*wanted.environment, *more.items()),
     )
