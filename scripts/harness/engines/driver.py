@@ -42,6 +42,7 @@ from harness.engines.simple_watch import (
     simple_part,
     take_cpu_blocks,
 )
+from harness.hearing import RATE, SAMPLES
 from harness.models import IMAGE
 from kvpatch import activation
 from kvpatch.hostdevice import streams
@@ -91,8 +92,13 @@ def image(seed: int) -> Any:
     return Image.frombytes("RGB", (IMAGE, IMAGE), pixels)
 
 
+def sound(seed: int) -> tuple[Any, int]:
+    """A seeded sound, all noise, and its samples of a second."""
+    return torch.randn(SAMPLES, generator=torch.Generator().manual_seed(seed)).numpy(), RATE
+
+
 def prompt_of(llm: Any, prompt: dict[str, Any]) -> dict[str, Any]:
-    """What vLLM is given: tokens, behind a seeded image or with a salt, or seeded embeddings."""
+    """What vLLM is given: tokens, behind a seeded image or sound or with a salt, or embeddings."""
     if "embeds" in prompt:
         source = torch.Generator().manual_seed(prompt["embeds"])
         config = llm.llm_engine.vllm_config.model_config
@@ -101,6 +107,8 @@ def prompt_of(llm: Any, prompt: dict[str, Any]) -> dict[str, Any]:
     given = {"prompt_token_ids": prompt["tokens"]}
     if "image" in prompt:  # its own tokens are put before these
         return given | {"multi_modal_data": {"image": image(prompt["image"])}}
+    if "sound" in prompt:  # its own tokens are put in the place of the first
+        return given | {"multi_modal_data": {"audio": sound(prompt["sound"])}}
     return given | ({"cache_salt": prompt["salt"]} if "salt" in prompt else {})
 
 

@@ -18,6 +18,7 @@ from harness import (
     connectors,
     environments,
     experts,
+    hearing,
     model_cache,
     parallel_drafts,
     processes,
@@ -68,6 +69,7 @@ DRAFTING = {
 MAKERS = {
     **dict.fromkeys(experts.KINDS, experts.__name__),
     **dict.fromkeys(parallel_drafts.KINDS, parallel_drafts.__name__),
+    hearing.KIND: hearing.__name__,
 }
 
 
@@ -212,6 +214,7 @@ ROOM = {
     **dict.fromkeys(LATENTS, 640),
     "hybrid": 1280,
     "seeing": 640,
+    hearing.KIND: 640,
     "two sizes": 1280,
     "scaled": 640,
     "scaled otherwise": 640,

@@ -245,8 +245,9 @@ SETTINGS = (
         admitted=False,
         each=(LATENT, HYBRID),
     ),
-    # Blocks of the same tokens that only the images before them tell apart.
+    # Blocks of the same tokens that only the images, or sounds, before them tell apart.
     Feature("images", {}, ("full attention",), since="0.28", admitted=False),
+    Feature("audio", {}, ("full attention",), since="0.33", admitted=False),
     # States of Qwen3-Next and Qwen3.5, in place of Mamba2's; before, a CPU has no kernels for them.
     Feature(
         DELTA,
@@ -387,6 +388,7 @@ TRIED = (
         for draft in parallel_drafts.KINDS
         for one in ("several ranks", "chunks", "fp8", "idle", "first limit")
     ),
+    "audio",
 )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from harness import experts
+from harness import experts, hearing
 from harness.engines.plugins import UNTIL_IT_RAN
 from harness.engines.runs import (
     LATENTS,
@@ -97,6 +97,7 @@ FEATURES: dict[str, dict[str, Any]] = {
         "settings": (("enable_expert_parallel", True),),
     },
     "images": {"model": "seeing"},
+    "audio": {"model": hearing.KIND},
     DELTA: {"delta": True},
     "KV events": {"events": True},
     "arc": {"policy": "arc"},
@@ -472,7 +473,8 @@ def asked_of(wanted: Run, trial: Trial) -> dict[str, Any]:
     """Return the prompts of a job, round by round.
 
     Each of several engines has prompts of its own, as many as one engine has; at the end each is
-    asked what another one has answered. A model that sees is asked one text behind other images.
+    asked what another one has answered. A model that sees or hears is asked one text behind other
+    images or sounds.
     """
     # So few tokens that they fill no block, which would be computed again and not restored.
     count = wanted.engines
@@ -480,6 +482,9 @@ def asked_of(wanted: Run, trial: Trial) -> dict[str, Any]:
     if wanted.model == "seeing":
         text = known[0] | {"tokens": known[0]["tokens"][IMAGE:]}
         known = [text | {"image": number} for number in range(len(known))]
+    elif wanted.model == hearing.KIND:
+        text = known[0] | {"tokens": [hearing.PLACE, *known[0]["tokens"][hearing.TOKENS :]]}
+        known = [text | {"sound": number} for number in range(len(known))]
     if count == 1:
         return {"rounds": [[known[number] for number in asked] for asked in trial.rounds]}
     of_ranks = [
