@@ -474,14 +474,17 @@ def test_a_socket_that_was_removed_is_there_again(worlds, monkeypatch):
 
 
 def test_an_engine_at_rest_takes_its_own_limit_when_its_controller_is_gone(worlds, monkeypatch):
-    monkeypatch.setattr(server, "LOOKS", 0.01)
-    running = Running(worlds())
-    running.world.suspension.controller.heard(0.01, 5 * PAGE)
-    deadline = time.monotonic() + 60
-    while running.world.manager.limit != 5 * PAGE:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    running.end()
+    for looks in (0.01, 3600.0):  # asked by nobody, and all the time
+        monkeypatch.setattr(server, "LOOKS", looks)
+        running = Running(worlds())
+        running.world.suspension.controller.heard(0.01, 5 * PAGE)
+        deadline = time.monotonic() + 60
+        while running.world.manager.limit != 5 * PAGE:
+            assert time.monotonic() < deadline
+            if looks > 1:
+                assert control.find("chat")
+            time.sleep(0.01)
+        running.end()
 
 
 def test_a_question_that_was_given_up_while_the_engine_was_stopped_is_not_taken(engine):

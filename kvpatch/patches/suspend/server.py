@@ -255,13 +255,13 @@ class Server:
 
     def _run(self) -> None:
         while True:
+            self.look_at_controller()  # also while others ask all the time
             self._free.acquire()
             try:
                 connection, _ = self._socket.accept()
             except TimeoutError:
                 self._free.release()
                 self._listen_again()
-                self.look_at_controller()
                 continue
             except OSError as error:
                 self._free.release()
