@@ -260,11 +260,11 @@ class Suspension:
 
     def advance(self) -> None:
         """Go as far as it goes now; called at every step of the engine."""
-        alone = self.controller.advance()
-        if alone is not None:
-            self.by = " by itself, as its controller is silent"
-            self.limit(alone, self.revision + 1)
         try:
+            alone = self.controller.advance()
+            if alone is not None:
+                self.by = " by itself, as its controller is silent"
+                self.limit(alone, self.revision + 1)
             if self.phase is Phase.RUNS and self.said.get("lowers") and self._has_given():
                 self._tell()
             if self._deadline and self.phase in ON_THE_WAY and time.monotonic() > self._deadline:
