@@ -1,5 +1,6 @@
 """What an engine says that it needs, its revisions of limits, and its limit at birth."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -20,7 +21,7 @@ from kvpatch.patches.suspend import demand as demands
 from kvpatch.patches.suspend.server import answer
 from kvpatch.patches.suspend.suspension import Cannot
 from kvpatch.refusal import Refusal
-from kvpatch.upstream import requests
+from kvpatch.upstream import kvcached_api, requests
 from kvpatch.versions import Facts, Installed
 
 __all__ = ["worlds"]
@@ -286,3 +287,12 @@ def test_it_is_refused_where_no_engine_was_seen_with_it():
         ran = admitted.ran_with(rules.NAME, vllm, [place.OFFLOADING])
         assert (on is not None) is not ran
         assert rule.refusal(alone, Facts(vllm, kvcached, {})) is None
+
+
+def test_an_engine_that_cannot_set_its_own_limit_runs_on(engine, clock, monkeypatch):
+    """As where a cleaner has removed the pool in /dev/shm."""
+    looked_at(engine, alone=5 * PAGE)
+    clock.now += 20
+    monkeypatch.setattr(kvcached_api, "set_limit", lambda *size: Path("/nowhere/pool").read_text())
+    engine.suspension.advance()
+    assert engine.manager.limit == MOST * PAGE
