@@ -1,10 +1,7 @@
 """Every feature of kvpatch, one folder or file each, in the order in which they are applied.
 
-The ``__init__`` of a feature contains its rows: which object of vLLM or kvcached is patched in
-which releases, why, and what makes the patch unnecessary. The code is beside it, and all code
-for older releases in its ``legacy.py``. What another distribution brings is a
-device: it comes after what changes kvcached's own patches, and before what uses the device.
-docs/patches.md and docs/support.md are generated from the rows by scripts/docs.
+What another distribution brings is a device: it comes after what changes kvcached's own patches,
+and before what uses the device.
 """
 
 from __future__ import annotations
@@ -56,11 +53,7 @@ FEATURES = (
 
 
 def at(release: Version) -> Iterator[tuple[Feature, tuple[Patch, ...]]]:
-    """Iterate over the features of a release of vLLM and their patches for it, in their order.
-
-    Raises:
-        LookupError: a seam has no part for the release, or several.
-    """
+    """Iterate over a release's features and their patches; LookupError where a seam has no part."""
     for feature in FEATURES:
         if release in feature.span:
             yield feature, feature.at(release)

@@ -36,10 +36,7 @@ QUEUES = ("kv_holding_waiting", "skipped_waiting", "waiting")
 
 
 def around_schedule(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Free the blocks of the youngest loaded request when the scheduler makes no progress.
-
-    Wraps ``Scheduler.schedule``.
-    """
+    """Free the blocks of the youngest loaded request when the scheduler makes no progress."""
     output = wrapped(*args, **kwargs)
     idle = state.of(instance, Idle)
     if (
@@ -83,8 +80,7 @@ def _paused(scheduler: Any) -> bool:
 def holds(request: Any) -> bool:
     """Whether a request that is not running holds blocks: only a loaded one does.
 
-    The queue that it waits in depends on the release, and up to 0.17 its tokens count as
-    computed only once the scheduler has visited it after the load.
+    Up to 0.17 its tokens count as computed only once the scheduler has visited it after the load.
     """
     queued = request.num_computed_tokens > 0 and request.status.name in QUEUED
     return _remote(request) or queued

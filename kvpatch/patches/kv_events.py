@@ -21,11 +21,7 @@ _UNTIL = "kvcached's block pool emits events"
 
 
 def carry_the_switch(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Enable the events of kvcached's pool if they are enabled on vLLM's.
-
-    Wraps ``KVCacheCoordinator._setup_kvcached_coordinator``, which replaces vLLM's pool by
-    kvcached's with events disabled.
-    """
+    """Enable the events of kvcached's pool if they are enabled on vLLM's, which it replaces."""
     wanted = instance.block_pool.enable_kv_cache_events
     result = wrapped(*args, **kwargs)
     instance.block_pool.enable_kv_cache_events = wanted
@@ -33,21 +29,16 @@ def carry_the_switch(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any
 
 
 def take(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Return the pending events, as vLLM's pool does.
-
-    Wraps ``ElasticBlockPool.take_events``, which always returns none.
-    """
+    """Return the pending events, as vLLM's pool does."""
     from vllm.v1.core.block_pool import BlockPool
 
     return BlockPool.take_events(instance)
 
 
 def remove(evict: Callable[[Any, Any, int], Any]) -> Callable[[Any, Any, int], Any]:
-    """Evict a cached block and emit the event.
+    """Return what evicts a cached block and emits the event, with the same effect otherwise.
 
-    Returns what replaces ``ElasticBlockPool._remove_cached_block(key, block_id)``, through which
-    kvcached evicts, with the same effect otherwise: as it is, because every block that is evicted
-    goes through it.
+    A plain function, because every block that is evicted goes through it.
     """
 
     def removing(self: Any, key: Any, block_id: int) -> Any:
@@ -60,10 +51,7 @@ def remove(evict: Callable[[Any, Any, int], Any]) -> Callable[[Any, Any, int], A
 
 
 def reset(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> bool:
-    """Emit one event for a reset, as vLLM does, instead of one per block.
-
-    Wraps ``ElasticBlockPool.reset_prefix_cache``, in which kvcached evicts every block.
-    """
+    """Emit one event for a reset, as vLLM does, instead of one per block."""
     from vllm.distributed.kv_events import AllBlocksCleared
 
     before = len(instance.kv_event_queue)

@@ -100,29 +100,20 @@ def _with_version(version: str, wrapped: Any, instance: Any, args: Any, kwargs: 
 
 
 def as_on_0_30(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Make kvcached apply one of its patches as on vLLM 0.30.
-
-    ``BlockPool``, the coordinator's geometry and the allocation of slots are the same
-    in 0.30 to 0.33.
-    """
+    """Make kvcached apply a patch as on vLLM 0.30: what it patches is the same up to 0.33."""
     return _with_version("0.30.0", wrapped, instance, args, kwargs)
 
 
 def as_on_0_28(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Make kvcached apply its patch of ``EngineCore.__init__`` as on vLLM 0.28.
+    """Make kvcached patch ``EngineCore.__init__`` as on vLLM 0.28, where it rejects neither runner.
 
-    That is the release on which it rejects neither runner. What it rejects on later
-    releases is refused by kvpatch's own ``rules``.
+    What it rejects on later releases is refused by kvpatch's own ``rules``.
     """
     return _with_version("0.28.0", wrapped, instance, args, kwargs)
 
 
 def register_for_later_releases(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Register kvcached's adapter for Model Runner V2 for later releases too.
-
-    Wraps ``PatchManager.register_patches_with_versions(patches)``, which takes pairs of
-    a patch and its version range.
-    """
+    """Register kvcached's adapter for Model Runner V2 for later releases too."""
     patches = argument(args, kwargs, 0, "patches")
     return wrapped(
         [(patch, _LATER if patch.patch_name in _FOR_LATER else own) for patch, own in patches]

@@ -147,12 +147,7 @@ OURS = (HOST_POOL, IDLE, FIRST_LIMIT)
 
 
 def of(config: Any, facts: Facts) -> dict[str, Any]:
-    """Return the combination of a ``VllmConfig``.
-
-    Args:
-        config: vLLM's configuration, resolved.
-        facts: of this process.
-    """
+    """Return the combination of a resolved ``VllmConfig``, with the facts of this process."""
     versions = {
         "kvpatch": VERSION,
         "vllm": facts.vllm.text,

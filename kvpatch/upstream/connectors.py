@@ -81,10 +81,7 @@ def offloading(transfer: Any) -> list[Leaf]:
 
 
 def parts(connector: Any) -> Iterator[Any]:
-    """Iterate over the connectors of a running engine: ``connector``, or those inside it.
-
-    vLLM's MultiConnector calls each of them in every step, in this order.
-    """
+    """Iterate over an engine's connectors: this one, or those in a MultiConnector, in order."""
     inside = getattr(connector, "_connectors", None)
     if inside is None:
         yield connector
@@ -94,10 +91,7 @@ def parts(connector: Any) -> Iterator[Any]:
 
 
 def scheduler_of(connector: Any) -> Any:
-    """Return the scheduler side of the OffloadingConnector in ``connector``, or None.
-
-    ``connector`` may be None.
-    """
+    """Return the scheduler side of the OffloadingConnector in ``connector``; None without."""
     for part in parts(connector):
         found = getattr(part, "connector_scheduler", None)
         if found is not None and type(part).__name__ == OFFLOADING:

@@ -38,10 +38,7 @@ def name() -> str:
 
 
 def rename(name: str) -> None:
-    """Give this process's engine another name, before it has memory or workers.
-
-    kvcached reads the name when it is imported, and modules that are keep copies of it.
-    """
+    """Give this process's engine another name before it has memory; kvcached's modules copy it."""
     from kvcached import utils
 
     utils.DEFAULT_IPC_NAME = name
@@ -54,10 +51,7 @@ def rename(name: str) -> None:
 
 
 def contiguous(environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether all layers of a block are contiguous, read as kvcached reads it.
-
-    kvcached's default is false on ROCm.
-    """
+    """Return whether a block's layers are contiguous; on ROCm kvcached's default is false."""
     value = environment.get(KVCACHED_CONTIGUOUS.name)
     if value is not None:
         return value.lower() == "true"
@@ -140,10 +134,7 @@ def ranks_of(manager: Any) -> list[tuple[int, int]]:
 
 
 def ask_ranks(manager: Any) -> list[dict[str, Any]]:
-    """Return what the workers of a page manager answer to whether their tensors exist.
-
-    A worker that does not answer, or answers with an error, is left out.
-    """
+    """Return what workers answer to whether their tensors exist, but for errors and silence."""
     from kvcached import tp_ipc_util
 
     message = {"cmd": "kv_tensors_created", "group_id": manager.group_id}
@@ -243,11 +234,7 @@ def _page_size() -> int:
 
 
 def blocks_of(config: Any) -> Blocks:
-    """Return the blocks of vLLM's ``KVCacheConfig``, from vLLM 0.29 on.
-
-    Raises:
-        KVCachedConfigError: kvcached cannot have them.
-    """
+    """Return a ``KVCacheConfig``'s blocks from 0.29 on; KVCachedConfigError if there are none."""
     from kvcached.integration.vllm.model_runner_v2 import cache_geometry
 
     found = cache_geometry(config)
@@ -255,10 +242,7 @@ def blocks_of(config: Any) -> Blocks:
 
 
 def older_blocks_of(config: Any) -> Blocks | None:
-    """Return the blocks of vLLM's ``KVCacheConfig`` before vLLM 0.29.
-
-    None where kvcached cannot have them, which it says when it makes its page manager.
-    """
+    """Return a ``KVCacheConfig``'s blocks before 0.29; None where kvcached cannot have them."""
     from kvcached.integration.vllm import patches
     from kvcached.kv_geometry import check_page_geometry
 
@@ -330,10 +314,7 @@ def free_pages(manager: Any) -> int:
 
 
 def limit(manager: Any) -> int:
-    """Return the bytes that an engine may map, as its pool in /dev/shm has them; on any thread.
-
-    Where that says none, what the page allocator keeps to.
-    """
+    """Return the bytes that an engine may map, by its pool or its allocator; on any thread."""
     return limit_in_pool(manager) or pages_at_most(manager) * page_bytes(manager)
 
 
@@ -359,22 +340,14 @@ def limit_in_pool(manager: Any) -> int:
 def set_limit(manager: Any, size: int) -> bool:
     """Set the bytes that an engine may map, in its pool and at once; on the engine's thread.
 
-    Returns:
-        False if more is in use: kvcached then shrinks as blocks are freed.
-
-    Raises:
-        OSError: the pool is gone.
+    False if more is in use: kvcached then shrinks as blocks are freed. OSError: the pool is gone.
     """
     write_limit(manager, size)
     return bool(manager.resize(size // manager.num_layers // manager.num_kv_buffers))
 
 
 def write_limit(manager: Any, size: int) -> None:
-    """Write the bytes that an engine may map to its pool; on the engine's thread.
-
-    Raises:
-        OSError: the pool is gone, or another user's.
-    """
+    """Write the bytes that an engine may map to its pool, on its thread; OSError if it is gone."""
     from kvcached.cli.utils import MemInfoStruct, RwLockedShm
 
     with RwLockedShm(manager.ipc_name, MemInfoStruct.SHM_SIZE, RwLockedShm.WLOCK) as pool:
@@ -401,10 +374,7 @@ def give_all_back(manager: Any) -> int | None:
 
 
 def is_applied(manager: Any) -> bool:
-    """Whether kvcached's thread has read the limit that is in the pool now.
-
-    As long as it has not, an allocation would apply an earlier one.
-    """
+    """Whether kvcached's thread has read the pool's limit; until then an earlier one applies."""
     reported = reported_limit(manager)
     wanted = limit(manager) // manager.num_layers // manager.num_kv_buffers
     return reported is None or reported == wanted
@@ -463,25 +433,16 @@ def block_of(pool: Any, key: bytes) -> int | None:
 
 
 class Page(NamedTuple):
-    """A page whose blocks are all cached, and used by no request.
-
-    Attributes:
-        number: of the page.
-        blocks: its blocks.
-    """
+    """The number and the blocks of a page, which are all cached, and used by no request."""
 
     number: int
     blocks: list[int]
 
 
 def unused_pages(pool: Any, coldest: int) -> list[Page]:
-    """Return the pages that no request uses, the coldest first; only without any block one goes.
+    """Return the pages that no request uses, the coldest first, by the last used block of each.
 
-    A page's last used block says how warm it is.
-
-    Args:
-        pool: kvcached's block pool.
-        coldest: only pages that are wholly among so many of the coldest blocks, which cost time.
+    Only pages that are wholly among so many of the coldest blocks, which cost time.
     """
     manager = pool.kv_cache_manager
     blocks = list(itertools.islice(pool._evictable_blocks, coldest))

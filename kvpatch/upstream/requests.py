@@ -20,20 +20,12 @@ def longest(engine: Any) -> int:
 
 
 def longest_in_blocks(cache: Any, config: Any) -> int:
-    """Return the blocks that one request of the longest length needs, and block 0: nobody's.
-
-    Args:
-        cache: vLLM's ``KVCacheConfig``.
-        config: vLLM's ``VllmConfig``.
-    """
+    """Return the blocks that one request of the longest length needs, and block 0: nobody's."""
     return sum(most for _, most in _groups(cache, config)) + 1
 
 
 def longest_that_fits(cache: Any, config: Any, blocks: int) -> int:
-    """Return the longest ``max_model_len`` whose requests need no more than so many blocks.
-
-    0 if not one token fits.
-    """
+    """Return the longest ``max_model_len`` whose requests fit so many blocks; 0 if none does."""
     model = config.model_config
     longest = model.max_model_len
 

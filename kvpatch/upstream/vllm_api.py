@@ -19,13 +19,7 @@ _HOMES = ("base", "spec", "worker.worker", "cpu.common", "mediums", "cpu.spec", 
 
 
 def find(name: str) -> Any:
-    """Return a class of ``vllm.v1.kv_offload`` from the module that has it in this release.
-
-    The classes moved between modules up to vLLM 0.25.
-
-    Raises:
-        ImportError: no module has a class of this name.
-    """
+    """Return a class of ``vllm.v1.kv_offload``, which moved up to vLLM 0.25, or ImportError."""
     for home in _HOMES:
         try:
             module = import_module(f"vllm.v1.kv_offload.{home}")
@@ -49,11 +43,9 @@ def region_path(engine_id: str) -> Path:
 
 
 def chunks_of(owner: Any, name: str = "num_{}") -> int:
-    """Return a count of chunks, which are called blocks in ``owner`` up to vLLM 0.29.
+    """Return a count of chunks of a spec or manager, called blocks up to vLLM 0.29.
 
-    Args:
-        owner: a spec or a manager of vLLM.
-        name: the name of the attribute, with ``{}`` for "chunks" or "blocks".
+    ``name`` is that of the attribute, with ``{}`` for either word.
     """
     later = name.format("chunks")
     return int(getattr(owner, later if hasattr(owner, later) else name.format("blocks")))
@@ -88,13 +80,8 @@ class Place(NamedTuple):
 def places(device: Any, tier: Any, blocks_per_chunk: int) -> Iterator[tuple[int, Place]]:
     """Pair the device blocks of a transfer with their places in the CPU tier.
 
-    A group's first block may be in the middle of a chunk: ``block_indices`` has its
-    position in the request.
-
-    Args:
-        device: vLLM's ``GPULoadStoreSpec``.
-        tier: the spec of the other side, with one id per chunk.
-        blocks_per_chunk: device blocks per chunk.
+    A group's first block may be in the middle of a chunk: ``block_indices`` has its position in the
+    request. ``tier`` is the spec of the other side, with one id per chunk.
     """
     device_at = tier_at = 0
     for group, (count, first) in enumerate(

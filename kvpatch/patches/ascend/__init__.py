@@ -1,8 +1,4 @@
-"""vllm-ascend's SimpleCPUOffloadConnector on kvcached's memory of an NPU.
-
-kvcached names torch.cuda where it means the device; vllm-ascend's worker takes its regions from
-storages, and its copies are not ordered behind the computation.
-"""
+"""vllm-ascend's SimpleCPUOffloadConnector on kvcached's memory of an NPU."""
 
 from __future__ import annotations
 

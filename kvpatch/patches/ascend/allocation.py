@@ -1,8 +1,4 @@
-"""vllm-ascend's KV cache on kvcached's memory.
-
-vllm-ascend's runner allocates and reshapes the KV cache itself, so that kvcached's replacements of
-these methods on vLLM's runner are never called.
-"""
+"""vllm-ascend's KV cache, which its runner allocates and shapes itself, on kvcached's memory."""
 
 from __future__ import annotations
 
@@ -16,13 +12,7 @@ from kvpatch.upstream import kvcached_api
 
 
 def from_kvcached(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Allocate kvcached's pools, by kvcached's method of vLLM's runner.
-
-    Wraps ``NPUModelRunner._allocate_kv_cache_tensors(kv_cache_config)``.
-
-    Raises:
-        Refusal: the model has another KV cache than full attention's.
-    """
+    """Allocate kvcached's pools, by kvcached's method of vLLM's runner."""
     config = argument(args, kwargs, 0, "kv_cache_config")
     check_kinds(config)
     instance.hybrid_with_attn_and_mamba = False  # which vllm-ascend's method decides
@@ -30,11 +20,7 @@ def from_kvcached(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 
 def check_kinds(config: Any) -> None:
-    """Check that all layers have full attention, in one group.
-
-    Raises:
-        Refusal: they have not; vllm-ascend lays out every other kind in its own way.
-    """
+    """Refuse other layers than full attention's in one group, which vllm-ascend lays out itself."""
     kinds = {type(group.kv_cache_spec).__name__ for group in config.kv_cache_groups}
     if len(config.kv_cache_groups) != 1 or kinds != {"FullAttentionSpec"}:
         raise Refusal(
@@ -46,10 +32,7 @@ def check_kinds(config: Any) -> None:
 
 
 def as_pairs(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-    """Return K and V of each layer as vllm-ascend's backend takes them: the halves of its pool.
-
-    Wraps ``NPUModelRunner._reshape_kv_cache_tensors(kv_cache_config, kv_cache_raw_tensors)``.
-    """
+    """Return K and V of each layer as vllm-ascend's backend takes them: the halves of its pool."""
     shaped = instance._reshape_kv_cache_tensors_from_kvcached(
         argument(args, kwargs, 0, "kv_cache_config"),
         argument(args, kwargs, 1, "kv_cache_raw_tensors"),
@@ -67,18 +50,14 @@ def halves(cache: Any) -> tuple[Any, Any]:
 def around_kv_cache_tensors(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Refuse a worker whose KV caches are not kvcached's, or without all patches.
 
-    Wraps ``NPUModelRunner.initialize_kv_cache_tensors(kv_cache_config)``, which does not call
-    vLLM's. By then vllm-ascend has made all patches of its own, in the process of the engine.
+    By then vllm-ascend has made all patches of its own, in the process of the engine.
     """
     standing.check(instance.vllm_config.scheduler_config.get_scheduler_cls())
     return verify.around_kv_cache_tensors(wrapped, instance, args, kwargs)
 
 
 def after_shutdown(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """End kvcached's listener with the worker, as kvcached does for vLLM's.
-
-    Wraps ``NPUWorker.shutdown``.
-    """
+    """End kvcached's listener with the worker, as kvcached does for vLLM's."""
     try:
         return wrapped(*args, **kwargs)
     finally:

@@ -39,8 +39,7 @@ def torch_with_npu(torch: Any) -> Any:
 def npu_as_cuda(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> str:
     """Return ``cuda:<index>`` for ``npu:<index>``: kvcached's C++ maps memory for no other name.
 
-    Wraps ``normalize_gpu_device(device)``. There the name is read as an NPU, because kvcached was
-    built on the ACL runtime.
+    There the name is read as an NPU, because kvcached was built on the ACL runtime.
     """
     device = str(argument(args, kwargs, 0, "device"))
     kind, colon, index = device.partition(":")
@@ -48,10 +47,7 @@ def npu_as_cuda(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> str:
 
 
 def no_cuda_device(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
-    """Return no CUDA device for the listener thread to select.
-
-    kvcached's calls select the NPU in every thread themselves (ascend/include/cuda.h).
-    """
+    """Return no device: kvcached's calls select the NPU in every thread (ascend/include/cuda.h)."""
 
 
 def synchronize_npu(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:

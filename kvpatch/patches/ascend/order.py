@@ -12,9 +12,7 @@ _WAIT_EVENT = 5  # its position, without self
 def around_launch(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
     """Give a store the event of the computation that vLLM 0.23 does not pass.
 
-    Wraps ``NPUDmaCopyBackend.launch_copy(src_blocks, dst_blocks, is_store, event_idx,
-    events_list, wait_event=None)``. The event is recorded here, in the thread that launched the
-    computation, because another thread launches the copy later.
+    It is recorded in the thread that launched the computation; another one launches the copy later.
     """
     passed = args[_WAIT_EVENT] if len(args) > _WAIT_EVENT else kwargs.get("wait_event")
     if not argument(args, kwargs, 2, "is_store") or passed is not None:

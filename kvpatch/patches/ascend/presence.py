@@ -20,11 +20,7 @@ READ = {
 
 
 def wanted() -> bool:
-    """Whether vLLM runs on vllm-ascend's platform.
-
-    Raises:
-        Refusal: it does, and that cannot be right yet.
-    """
+    """Return whether vLLM runs on vllm-ascend's platform; refused if that cannot be right yet."""
     from vllm.platforms import current_platform
 
     if current_platform.device_type != "npu":
@@ -60,12 +56,9 @@ def settle() -> None:
 
 
 def refused(ascend: str | None, vllm: str | None, built: int, passed: str = "") -> Refusal | None:
-    """Return why kvpatch does not start on an NPU, or None.
-
-    On the emulator engines have run; a device must have passed the probe.
+    """Return why kvpatch does not start on an NPU, or None: a device must have passed the probe.
 
     Args:
-        ascend, vllm: the installed releases of vllm-ascend and of vLLM.
         built: what kvcached was built for: ``CANN``, ``EMULATOR``, or 0 for no NPU.
         passed: when the probe was right on this machine; empty if it was not.
     """

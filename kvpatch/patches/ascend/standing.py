@@ -17,14 +17,7 @@ _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler."
 
 
 def check(scheduler: type) -> None:
-    """Check that every patch is in force.
-
-    Args:
-        scheduler: the class that the engine will schedule with.
-
-    Raises:
-        Refusal: one is not.
-    """
+    """Refuse an engine with this scheduler if a patch is not in force."""
     for lost in displaced(record.applied, scheduler):
         raise Refusal(
             f"the target of {lost.patch.id}, {lost.patch.target}, was replaced after it was "

@@ -1,9 +1,8 @@
 """The kvcached name of a data parallel rank.
 
-vLLM starts an ``EngineCore`` process for each rank, and all of them inherit the name of their
-server. Every rank gets a suffix, the first one too: the server's own name is then no engine's, so
-that no verb that is meant for the server reaches a part of it, and a rank that kept it could not be
-told from a server without ranks.
+Every rank gets a suffix, the first one too: the server's own name is then no engine's, so that no
+verb that is meant for the server reaches a part of it, and a rank that kept it could not be told
+from a server without ranks.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Debug mode (``KVPATCH_DEBUG=1``): stored blocks are checksummed and verified.
-
-``audit`` has what the audits of the connectors share, ``checksums`` is OffloadingConnector's,
-``simple`` SimpleCPUOffloadConnector's, and ``unmapping`` looks at every unmapping.
-"""
+"""Debug mode (``KVPATCH_DEBUG=1``): stored blocks are checksummed and verified."""
 
 from __future__ import annotations
 

@@ -75,11 +75,7 @@ class Audited:
     def check_loaded(
         self, regions: Iterable[Region], block: int, stored: int | None, job: int, request: str
     ) -> None:
-        """Check a block whose load has ended.
-
-        Raises:
-            Violation: its checksum is another than that of what was stored.
-        """
+        """Check that a load which has ended brought what was stored, or raise Violation."""
         if checksum(regions, block) != stored:
             raise self.violation("a load brought other bytes than were stored", block, job, request)
         self.count("loaded")

@@ -1,13 +1,10 @@
 """OffloadingConnector in debug mode: stored blocks are checksummed, loaded blocks verified.
 
-With ``KVPATCH_DEBUG=1`` the checksum of a block is taken when its store is handed to the
-worker, and again when the copy is launched and when the block was loaded. What must not
-happen stops the engine with the block, page, job and request. Every block is read twice
-more, so that it is for finding faults and not for service.
+The checksum of a block is taken when its store is handed to the worker, and again when the copy is
+launched and when the block was loaded: every block is read twice more.
 
-A secondary tier writes to the CPU tier too: what it promoted is not what the device stored.
-The scheduler tells the workers with each step which chunks those are; their loads are counted
-as unverified, and the tier's own files have checksums.
+A secondary tier writes to the CPU tier too. The scheduler tells the workers with each step to which
+chunks; their loads are counted as unverified, and the tier's own files have checksums.
 """
 
 from __future__ import annotations
@@ -28,7 +25,6 @@ class AuditedWorker(Audited):
     """An ``OffloadingWorker`` whose copies are verified.
 
     Args:
-        worker: the worker of the spec in use.
         groups: the regions of each group's blocks.
         chunk: device blocks in one chunk of the CPU tier.
         stores: whether this worker stores; of ranks with equal KV only one does.
@@ -73,11 +69,7 @@ class AuditedWorker(Audited):
             }
 
     def check_store(self, job_id: int, device: Any, tier: Any) -> None:
-        """Check, when a store is launched, that its blocks are still what they were.
-
-        Raises:
-            Violation: one of them is not.
-        """
+        """Check that the blocks of a store launched now are what they were, or raise Violation."""
         if job_id not in self._handed:  # flushed in the step that planned it
             self.hand_off(job_id, device, tier)
         sums = self._handed.pop(job_id)
@@ -107,11 +99,7 @@ class AuditedWorker(Audited):
                 expected.append((block, place, stored))
 
     def end_load(self, job_id: int) -> None:
-        """Verify what a load has brought, if the job is one.
-
-        Raises:
-            Violation: it brought other bytes than were stored.
-        """
+        """Verify what a load has brought, if the job is one, or raise Violation."""
         for block, place, stored in self._loading.pop(job_id, ()):
             request = self.request_of(job_id)
             self.check_loaded(self._groups[place.group], block, stored, job_id, request)
@@ -155,10 +143,7 @@ def regions_of(kv_caches: Any) -> list[list[Region]]:
 
 
 def around_init_worker(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
-    """Put the audit around the worker of the offloading spec.
-
-    Wraps ``OffloadingConnectorWorker._init_worker(kv_caches)``.
-    """
+    """Put the audit around the worker of the offloading spec."""
     wrapped(*args, **kwargs)
     kind = _names().NamedWorker if VERIFY.read() else AuditedWorker
     instance.worker = kind(
@@ -170,10 +155,7 @@ def around_init_worker(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> N
 
 
 def around_prepare_store(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
-    """Take the checksums of new stores; their compute has been launched by now.
-
-    Wraps ``OffloadingConnectorWorker.prepare_store_kv(metadata)``.
-    """
+    """Take the checksums of new stores; their compute has been launched by now."""
     metadata = argument(args, kwargs, 0, "metadata")
     instance.worker.read_names(metadata)
     for job_id, entry in metadata.store_jobs.items():
@@ -183,10 +165,7 @@ def around_prepare_store(wrapped: Any, instance: Any, args: Any, kwargs: Any) ->
 
 
 def around_start_transfers(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
-    """Remember whose loads these are, and forget what secondary tiers write over.
-
-    Wraps ``OffloadingConnectorWorker.start_kv_transfers(metadata)``.
-    """
+    """Remember whose loads these are, and forget what secondary tiers write over."""
     metadata = argument(args, kwargs, 0, "metadata")
     instance.worker.read_names(metadata)
     promoted = state.find(metadata, PromotedChunks)
@@ -199,10 +178,7 @@ def around_start_transfers(wrapped: Any, instance: Any, args: Any, kwargs: Any) 
 
 @dataclass
 class PromotedChunks:
-    """Chunks of the CPU tier that secondary tiers write to.
-
-    Kept on the ``TieringOffloadingManager`` until a step's metadata takes them to the workers.
-    """
+    """Chunks that secondary tiers write to; on the manager until a step's metadata takes them."""
 
     chunks: list[int] = field(default_factory=list)
 
@@ -210,8 +186,7 @@ class PromotedChunks:
 def around_promotions(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Note the chunks that secondary tiers begin to write to.
 
-    Wraps ``TieringOffloadingManager._flush_pending_promotions()``. A transfer of what was there
-    has ended: the manager gave the chunk away only after all workers had reported it.
+    A transfer of what was there has ended: all workers had reported it before they were given away.
     """
     chunks = state.of(instance, PromotedChunks).chunks
     for by_request in instance._pending_load_submissions.values():
@@ -222,10 +197,7 @@ def around_promotions(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> An
 
 
 def around_build(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Tell the workers with a step which chunks secondary tiers write to.
-
-    Wraps ``OffloadingConnectorScheduler.build_connector_meta``, which starts the promotions.
-    """
+    """Tell the workers with a step which chunks secondary tiers write to."""
     if VERIFY.read():
         _names().follow(instance.manager)
     meta = wrapped(*args, **kwargs)

@@ -1,7 +1,6 @@
-"""What a worker has checked so far, for ``kvpatch verify`` to read while it runs and afterwards.
+"""What a worker has checked so far, for ``kvpatch verify``, in a file that a kill leaves complete.
 
-A file of counters, mapped into the worker: a count is complete in it even if the worker is
-killed. Imported only where ``KVPATCH_VERIFY`` names the folder.
+Imported only where ``KVPATCH_VERIFY`` names the folder.
 """
 
 from __future__ import annotations
@@ -18,11 +17,7 @@ _COUNTS = struct.Struct(f"={len(NAMES)}q")
 
 
 class Journal:
-    """The file of one audit.
-
-    Args:
-        folder: of the run.
-    """
+    """The file of one audit, in the folder of a run."""
 
     def __init__(self, folder: Path) -> None:
         number = sum(1 for _ in folder.glob(f"{PREFIX}{os.getpid()}-*"))

@@ -20,12 +20,7 @@ from kvpatch.upstream.vllm_api import blocks_per_chunk, by_group
 
 
 class AuditedHandlers(AuditedWorker):
-    """The audit of vLLM's ``OffloadingWorker`` of 0.21 to 0.24, which has handlers.
-
-    Args:
-        worker: the ``OffloadingConnectorWorker`` that has it.
-        groups: the regions of each group's blocks.
-    """
+    """The audit of an ``OffloadingConnectorWorker``'s worker of 0.21 to 0.24, with handlers."""
 
     def __init__(self, worker: Any, groups: list[list[Region]]) -> None:
         super().__init__(worker.worker, groups, blocks_per_chunk(worker.spec))
@@ -55,19 +50,13 @@ class AuditedByRequest(AuditedHandlers):
 
 
 def around_register_handlers(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
-    """Put the audit around the worker of 0.21 to 0.24.
-
-    Wraps ``OffloadingConnectorWorker._register_handlers(kv_caches)``.
-    """
+    """Put the audit around the worker of 0.21 to 0.24."""
     wrapped(*args, **kwargs)
     instance.worker = AuditedHandlers(instance, regions_of(argument(args, kwargs, 0, "kv_caches")))
 
 
 def around_register_by_request(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
-    """Put the audit around the worker of 0.19 and 0.20.
-
-    Wraps ``OffloadingConnectorWorker._register_handlers(kv_caches)``.
-    """
+    """Put the audit around the worker of 0.19 and 0.20."""
     wrapped(*args, **kwargs)
     instance.worker = AuditedByRequest(instance, regions_of(argument(args, kwargs, 0, "kv_caches")))
 
@@ -75,8 +64,7 @@ def around_register_by_request(wrapped: Any, instance: Any, args: Any, kwargs: A
 def around_register_tensors(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
     """Put the audit around the worker of 0.16 to 0.18.
 
-    Wraps ``OffloadingConnectorWorker._register_handlers(kv_caches, attn_backends)``, to which
-    kvpatch passes regions: blocks, tokens and the bytes of a token.
+    kvpatch passes regions to it: blocks, tokens and the bytes of a token.
     """
     wrapped(*args, **kwargs)
     kv_caches = argument(args, kwargs, 0, "kv_caches")
@@ -85,10 +73,7 @@ def around_register_tensors(wrapped: Any, instance: Any, args: Any, kwargs: Any)
 
 
 def around_prepare_store(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
-    """Take the checksums of new stores of 0.21 to 0.24.
-
-    Wraps ``OffloadingConnectorWorker.prepare_store_kv(metadata)``.
-    """
+    """Take the checksums of new stores of 0.21 to 0.24."""
     metadata = argument(args, kwargs, 0, "metadata")
     for job_id, entry in metadata.store_jobs.items():
         instance.worker.note_request(job_id, entry.req_id)
@@ -97,10 +82,7 @@ def around_prepare_store(wrapped: Any, instance: Any, args: Any, kwargs: Any) ->
 
 
 def around_prepare_store_by_request(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
-    """Take the checksums of new stores of 0.16 to 0.20, whose jobs are made here.
-
-    Wraps ``OffloadingConnectorWorker.prepare_store_kv(metadata)``.
-    """
+    """Take the checksums of new stores of 0.16 to 0.20, whose jobs are made here."""
     begun = len(instance._unsubmitted_store_jobs)
     wrapped(*args, **kwargs)
     for job_id, pair in instance._unsubmitted_store_jobs[begun:]:
@@ -120,8 +102,7 @@ def stores(scheduler: Any, planner: Any) -> Iterator[Named]:
 def held(scheduler: Any, planner: Any) -> Iterator[Named]:
     """Iterate over the blocks of requests that are stored or loaded, of 0.16 to 0.20.
 
-    There is no record of jobs. vLLM keeps the blocks of a request until it is stored and
-    loaded; a preempted one is off the record, because the workers wait for its stores.
+    A preempted one is off the record, because the workers wait for its stores.
     """
     for on_record in (planner._reqs_being_stored, planner._reqs_being_loaded):
         for request, keys in on_record.items():

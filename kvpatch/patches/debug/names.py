@@ -20,13 +20,7 @@ from kvpatch.upstream.vllm_api import Place, places
 
 @dataclass
 class Names:
-    """The keys of the chunks that one step's transfers name.
-
-    A key is the hash of a chunk's blocks, and the group of KV cache.
-
-    Attributes:
-        stores, loads: keys by chunk.
-    """
+    """By chunk, the keys that one step's transfers name: the hash of its blocks, and its group."""
 
     stores: dict[int, bytes] = field(default_factory=dict)
     loads: dict[int, bytes] = field(default_factory=dict)
@@ -97,11 +91,7 @@ class NamedWorker(AuditedWorker):
         ]
 
     def end_load(self, job_id: int) -> None:
-        """Verify what a load has brought, also under its names.
-
-        Raises:
-            Violation: it brought other bytes than were stored.
-        """
+        """Verify what a load has brought, also under its names, or raise Violation."""
         super().end_load(job_id)
         for block, place, key in self._wanted.pop(job_id, ()):
             sums = self._sums.get((key, place.group, place.inside))

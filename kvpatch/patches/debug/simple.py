@@ -16,11 +16,7 @@ from kvpatch.patches.simple_offload.failures import Failure
 
 
 class AuditedCopies(Audited):
-    """A copy backend whose copies are verified.
-
-    Args:
-        worker: the ``SimpleCPUOffloadWorker`` that has it.
-    """
+    """The copy backend of a ``SimpleCPUOffloadWorker``, whose copies are verified."""
 
     def __init__(self, worker: Any) -> None:
         super().__init__(worker._backend)
@@ -105,11 +101,7 @@ class VerifyingEvent:
 
 
 def around_register(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
-    """Put the audit around the worker's copy backend.
-
-    Wraps ``SimpleCPUOffloadWorker.register_kv_caches(kv_caches)``, outside of the patch that
-    registers kvcached's regions.
-    """
+    """Put the audit around the worker's copy backend, outside of what registers the regions."""
     wrapped(*args, **kwargs)
     if instance.gpu_kv_caches:
         instance._backend = AuditedCopies(instance)

@@ -1,8 +1,7 @@
 """Debug mode: before pages are unmapped, vLLM's own record of transfers must not name them.
 
-The record is the connector's and not the fence's, so that a fault of the fence shows.
-SimpleCPUOffloadConnector needs no such check: it keeps a reference to every block of its
-copies, and no page of such a block is ever freed.
+The record is the connector's, so that a fault of the fence shows. SimpleCPUOffloadConnector needs
+no check: it keeps a reference to every block of its copies.
 """
 
 from __future__ import annotations
@@ -30,16 +29,7 @@ def stores(scheduler: Any, planner: Any) -> Iterator[Named]:
 
 
 def check_release(named: Iterable[Named], fence: Fence, pages: list[int]) -> None:
-    """Check that nothing still reads what is about to be unmapped.
-
-    Args:
-        named: what vLLM has on record.
-        fence: has let the pages go.
-        pages: the ids of the pages to unmap.
-
-    Raises:
-        Violation: a transfer that has not ended names a block of one of them.
-    """
+    """Raise Violation if a transfer that has not ended names a block of pages to be unmapped."""
     page_of = {block: page for page in pages for block in range(*fence.blocks_of_page(page))}
     for block, job, request in named if page_of else ():
         if block in page_of:
@@ -64,9 +54,6 @@ def watch(engine: Any, record: Record) -> None:
 
 
 def around_install(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
-    """Check every unmapping that the fence lets through.
-
-    Wraps ``EngineCore._kvcached_install_ordered_unmap``, outside of the fence's patch.
-    """
+    """Check every unmapping that the fence lets through; outside of the fence's patch."""
     wrapped(*args, **kwargs)
     watch(instance, stores)

@@ -29,11 +29,7 @@ def remember_setup_error(wrapped: Any, instance: Any, args: Any, kwargs: Any) ->
 
 
 def require_setup(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Refuse a worker in which kvcached's set-up failed.
-
-    Wraps ``GPUModelRunner.__init__`` over kvcached's wrapper, which turns a failure
-    into a warning; the engine would fail at its first request.
-    """
+    """Refuse a worker in which kvcached's set-up failed, of which kvcached only warns."""
     result = wrapped(*args, **kwargs)
     if isinstance(_setup_error, Refusal):
         raise _setup_error
@@ -43,11 +39,7 @@ def require_setup(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 
 def around_worker_setup(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
-    """Refuse a worker in which kvcached's set-up fails, where kvcached lets the error through.
-
-    Wraps kvcached's ``init_kvcached(tp_rank, world_size, pp_rank, is_worker, ...)``, which the
-    engine calls as well.
-    """
+    """Refuse a worker whose set-up fails where kvcached raises the error; engines call it too."""
     try:
         wrapped(*args, **kwargs)
     except Refusal:
@@ -68,11 +60,7 @@ def _refuse_setup(error: Exception) -> Refusal:
 
 
 def require_coordinator(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Refuse an engine whose block pool kvcached could not replace.
-
-    Wraps ``KVCacheCoordinator._setup_kvcached_coordinator``, whose errors kvcached
-    turns into a warning unless they are RuntimeErrors, such as a refusal.
-    """
+    """Refuse an engine whose block pool kvcached could not replace, of which it only warns."""
     try:
         return wrapped(*args, **kwargs)
     except RuntimeError:
@@ -96,10 +84,7 @@ class Attempt:
 
 
 def around_allocate_slots(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Roll back the blocks of a failed allocation, as kvcached does on some releases.
-
-    Wraps ``KVCacheManager.allocate_slots``.
-    """
+    """Roll back the blocks of a failed allocation, as kvcached does on some releases."""
     kept = state.find(instance, Attempt) or state.attach(instance, Attempt(instance.coordinator))
     attempt = kept.blocks
     attempt.begin(argument(args, kwargs, 0, "request").request_id)

@@ -18,11 +18,7 @@ from kvpatch.upstream.kvcached_api import Blocks
 
 
 def around_kv_caches(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Refuse an engine whose whole pages do not hold one request of the longest length.
-
-    Wraps ``EngineCore._initialize_kv_caches(vllm_config)``, which returns the ``KVCacheConfig`` of
-    the scheduler, before the scheduler makes kvcached's pool.
-    """
+    """Refuse an engine whose whole pages do not hold one request of the longest length."""
     cache = wrapped(*args, **kwargs)
     if cache.kv_cache_groups:
         require_one_request(instance, cache, kvcached_api.blocks_of(cache))
@@ -30,16 +26,11 @@ def around_kv_caches(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any
 
 
 def require_one_request(engine: Any, cache: Any, blocks: Blocks, lower: bool = True) -> None:
-    """Refuse a KV cache that has no room for the longest request.
+    """Refuse a KV cache that has no room for the longest request of an engine without scheduler.
 
     Args:
-        engine: vLLM's ``EngineCore``, which has no scheduler yet.
-        cache: vLLM's ``KVCacheConfig``.
-        blocks: its blocks, as kvcached has them.
+        blocks: those of the cache, as kvcached has them.
         lower: whether a length that vLLM chose (``--max-model-len auto``) is lowered instead.
-
-    Raises:
-        Refusal: it has none.
     """
     config, model = engine.vllm_config, engine.vllm_config.model_config
     needed, usable = requests.longest_in_blocks(cache, config), blocks.usable
@@ -76,10 +67,7 @@ def require_one_request(engine: Any, cache: Any, blocks: Blocks, lower: bool = T
 
 
 def around_allocation(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Refuse a worker whose KV cache is larger than its device.
-
-    Wraps kvcached's ``allocate_kv_cache(config, device, layout)``.
-    """
+    """Refuse a worker whose KV cache is larger than its device."""
     blocks = kvcached_api.blocks_of(argument(args, kwargs, 0, "config"))
     size = kvcached_api.device_size(argument(args, kwargs, 1, "device"))
     if not blocks.fit(size):

@@ -13,13 +13,9 @@ from kvpatch.versions import Facts
 
 
 def around_post_init(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Check a configuration against the rules of every feature.
+    """Check a configuration against the rules of every feature; the first that it breaks refuses.
 
-    Wraps ``VllmConfig.__post_init__``, which runs in the frontend process before any
-    engine is started, so that the refusal is the last line of output.
-
-    Raises:
-        Refusal: the configuration breaks a rule; the first one is reported.
+    In the frontend, before any engine is started: the refusal is the last line of output.
     """
     result = wrapped(*args, **kwargs)
     if instance.model_config is not None:

@@ -7,13 +7,10 @@ from typing import Any
 
 
 def around_engine_core(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Let vLLM set the variables that it sets by itself before kvcached's threads start.
+    """Let vLLM set its variables before kvcached's threads start.
 
-    vLLM reads all of its variables at the end of the call, and one of them sets itself. A new
-    variable makes the C library move the environment, and a thread that is just reading it (getenv)
-    ends the process.
-
-    Wraps ``EngineCore.__init__``.
+    At the end of the call it reads all of them, and one sets itself. A new variable makes the C
+    library move the environment, and a thread that is just reading it (getenv) ends the process.
     """
     from vllm import envs
 

@@ -1,9 +1,7 @@
 """One kvcached name per engine, for its page limit and its workers' sockets.
 
-kvcached derives the name from the process group, so that two engines started by one script
-share it: each reads the other's page limit, and unmaps pages in the other's workers. kvpatch
-sets a unique name for every program that an operator starts, and an engine does not start
-with a name that another engine uses.
+kvcached derives it from the process group, which two engines started by one script share. kvpatch
+sets a unique name for every program that an operator starts.
 """
 
 from __future__ import annotations
@@ -43,23 +41,14 @@ def give_name() -> None:
 
 
 def rename(derive: Callable[[str], str]) -> None:
-    """Name the engine of this process, and the workers that it will start, after its server.
-
-    Args:
-        derive: returns the name of the engine from that of the server.
-    """
+    """Name the engine of this process, and the workers that it will start, after its server."""
     name = derive(kvcached_api.name())
     kvcached_api.rename(name)
     os.environ[NAME] = os.environ[_GIVEN] = name  # also where an operator named the server
 
 
 def around_engine_start(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Claim the name for an ``EngineCore`` and make its pool before it maps anything.
-
-    Raises:
-        Refusal: another engine, in this process or another one, has this name, or the pool
-            cannot be this engine's alone.
-    """
+    """Claim an ``EngineCore``'s name and make its pool; refused where another engine has it."""
     from kvcached.utils import DEFAULT_IPC_NAME
 
     gc.collect()  # releases the name of an engine that was dropped before

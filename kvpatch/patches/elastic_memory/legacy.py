@@ -21,11 +21,7 @@ _LENGTH_IS_TOLD = Span("0.20")
 
 
 def around_kv_caches(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Refuse an engine whose whole pages do not hold one request of the longest length.
-
-    Wraps ``EngineCore._initialize_kv_caches(vllm_config)``, which before 0.18 returns the
-    ``KVCacheConfig`` of the scheduler behind the numbers of blocks.
-    """
+    """As ``capacity.around_kv_caches``; before 0.18 numbers of blocks come before the config."""
     result = wrapped(*args, **kwargs)
     cache = result[-1] if isinstance(result, tuple) else result
     blocks = kvcached_api.older_blocks_of(cache)
@@ -39,13 +35,9 @@ def around_kv_caches(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any
 def around_computed_blocks(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
     """Take the prefix that all groups have found before one of them evicts for what it loads.
 
-    Wraps ``KVCacheCoordinator.allocate_new_computed_blocks(request_id, new_computed_blocks,
-    num_local_computed_tokens, num_external_computed_tokens)``, where a group touches its own hits
-    and then gets new blocks for the tokens that a connector loads. kvcached evicts for them in LRU
-    order, and hands out, what the groups behind it are about to use.
-
-    Raises:
-        KVCachePoolExhausted: kvcached's; the hits are evictable again.
+    A group touches its own hits and then gets new blocks for the tokens that a connector loads, for
+    which kvcached evicts, in LRU order, what the groups behind it are about to use. Where its
+    KVCachePoolExhausted passes, the hits are evictable again.
     """
     found = argument(args, kwargs, 1, "new_computed_blocks")
     external = argument(args, kwargs, 3, "num_external_computed_tokens")

@@ -24,11 +24,7 @@ MOST_DIFFERENCES = 3  # in a line of the log
 
 
 def decide(config: Any, facts: Facts) -> None:
-    """Let the verdict that holds for a ``VllmConfig`` hold in this process, and in its children.
-
-    Raises:
-        Refusal: this vLLM or kvcached is not validated, and no verdict holds.
-    """
+    """Let the verdict for a ``VllmConfig`` hold here and in children; refuse releases without."""
     # vLLM derives configurations of parts of a model, also in its workers, which share these.
     shared = (config.cache_config, config.scheduler_config)
     decided = next(filter(None, (state.find(one, Decided) for one in shared)), None)

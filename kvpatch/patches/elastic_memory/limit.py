@@ -24,11 +24,7 @@ class Told:
 
 
 def around_resize(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> bool:
-    """Keep a limit within the memory that the engine started with.
-
-    Wraps kvcached's ``KVCacheManager.resize(new_mem_size)``, in bytes of the K or V of one
-    layer, which is called in every allocation.
-    """
+    """Keep a limit, bytes of one layer's K or V, within the memory that the engine started with."""
     wanted = int(argument(args, kwargs, 0, "new_mem_size"))
     if wanted <= instance.mem_size:
         return bool(wrapped(wanted))

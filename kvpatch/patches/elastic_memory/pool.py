@@ -17,14 +17,7 @@ SIZE = 24  # three int64, see MemInfoStruct in kvcached's mem_info_tracker.hpp
 
 
 def make(name: str) -> None:
-    """Make the pool of an engine, with its memory, for this user only.
-
-    Args:
-        name: kvcached's name of this engine, which the caller has claimed.
-
-    Raises:
-        Refusal: the file is another user's, or /dev/shm has no room for it.
-    """
+    """Make the pool of a claimed name, with its memory, for this user only, or refuse."""
     path = claims.BASE / name
     try:
         _drop_if_open(path)

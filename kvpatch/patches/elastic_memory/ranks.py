@@ -42,10 +42,7 @@ class Ranks:
 
 
 def around_send(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Add the free memory of a worker's GPU to its answer whether its tensors exist.
-
-    Wraps kvcached's ``send_msg(sock, msg)``, with which a worker's listener thread answers.
-    """
+    """Add the free memory of a worker's GPU to its answer whether its tensors exist."""
     message = argument(args, kwargs, 1, "msg")
     if message.get("created"):
         usable = _usable()
@@ -69,10 +66,7 @@ def _usable() -> int | None:
 
 
 def around_available(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> int:
-    """Count the pages that every rank can map.
-
-    Wraps ``KVCacheManager._get_cached_avail_physical_pages()``, which reads one GPU.
-    """
+    """Count the pages that every rank can map, where kvcached reads one GPU."""
     here = int(wrapped(*args, **kwargs))
     ranks = _several(instance)
     if ranks is None:
@@ -89,8 +83,7 @@ def around_available(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> int
 def around_failed_map(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Map no further page for a while after one could not be mapped on every rank.
 
-    Wraps ``KVCacheManager._rollback_partial_alloc(ret_index, num_from_reserved)``, which kvcached
-    calls only then. Meanwhile the mapped pages are used: cached blocks are evicted for them.
+    Meanwhile the mapped pages are used: cached blocks are evicted for them.
     """
     ranks = _several(instance)
     if ranks is not None:

@@ -98,13 +98,9 @@ def find_regions(
 
 
 def check_kinds(config: Any) -> None:
-    """Check every group of a ``KVCacheConfig``.
+    """Refuse a ``KVCacheConfig`` with a kind of KV cache, or of elements, that is not validated.
 
-    The dtype was checked with the configuration, but the layers have the last word: a checkpoint
-    or a model may change it.
-
-    Raises:
-        Refusal: the model has a kind of KV cache, or of elements, that is not validated.
+    The dtype was checked with the configuration, but a checkpoint or a model may change it.
     """
     for group in config.kv_cache_groups:
         for spec in _specs(group.kv_cache_spec):
@@ -114,11 +110,7 @@ def check_kinds(config: Any) -> None:
 
 
 def _specs(spec: Any) -> list[Any]:
-    """Return the specs of a group's layers.
-
-    One for all of them, or, in vLLM's ``UniformTypeKVCacheSpecs``, one for each: layers of one
-    type whose pages differ in size, as those of heads of two sizes.
-    """
+    """Return a group's spec, or of vLLM's ``UniformTypeKVCacheSpecs`` those of its layers."""
     return list(getattr(spec, "kv_cache_specs", {"": spec}).values())
 
 

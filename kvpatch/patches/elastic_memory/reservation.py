@@ -9,9 +9,8 @@ from typing import Any
 def around_wait(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Let the pool get ready while a request waits for that.
 
-    Wraps ``KVCacheManager._wait_post_init`` of kvcached. With asynchronous scheduling its callers
-    hold the lock that the thread which reserves block 0 needs: a request that comes before it, or
-    while the GPU has no page left for it, would wait for ever.
+    With asynchronous scheduling who waits holds the lock that the thread which reserves block 0
+    needs.
     """
     if hasattr(instance._lock, "_is_owned"):  # synchronous scheduling has no lock
         unlocked = threading.Condition(instance._lock)

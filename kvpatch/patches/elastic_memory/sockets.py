@@ -23,13 +23,9 @@ _PEER = struct.Struct("3i")  # pid, uid, gid; see SO_PEERCRED in unix(7)
 def around_listener(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Make the folder of a worker's socket before the socket, and close both to other users.
 
-    Wraps kvcached's ``_start_worker_listener_thread(rank, pp_rank, device_index)``, which takes
-    the place of a socket that is there. Engines that share /tmp but not /dev/shm do not see each
-    other's claim of the name; each would map the other's pages.
-
-    Raises:
-        Refusal: the folder is another user's, or open to others; or a worker of another engine
-            listens there.
+    Engines that share /tmp but not /dev/shm do not see each other's claim of the name, and would
+    map each other's pages. Refused where another engine's worker listens, or the folder is not ours
+    alone.
     """
     from kvcached import tp_ipc_util
 
@@ -64,15 +60,7 @@ def _is_served(path: str) -> bool:
 
 
 def around_path(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> str:
-    """Check the folder of a worker's socket before every use.
-
-    Wraps kvcached's ``get_worker_socket_path(rank, pp_rank)``. What is in a folder that only
-    this user can enter was put there by this user, so that an engine connects to no other.
-
-    Raises:
-        Unsafe: it has become another user's, or open to others.
-        OSError: it is gone.
-    """
+    """Check before every use that nobody else can enter the folder of a worker's socket."""
     path = str(wrapped(*args, **kwargs))
     from kvcached import tp_ipc_util
 
@@ -81,13 +69,7 @@ def around_path(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> str:
 
 
 def around_receive(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Read a message of this user's processes only.
-
-    Wraps kvcached's ``recv_msg(sock)``, with which a worker reads and unpickles a request.
-
-    Raises:
-        PermissionError: the other end is another user's.
-    """
+    """Read a message of this user's processes only; PermissionError for another's."""
     connection = argument(args, kwargs, 0, "sock")
     sent = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
     _, uid, _ = _PEER.unpack(sent)

@@ -24,11 +24,8 @@ def not_elastic() -> Refusal:
 def around_engine_core(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Refuse an engine whose block pool is not elastic; log its status line.
 
-    The engine has started once its pool has reserved the null block, which kvcached does in a
-    thread, so that the first metrics count it.
-
-    Wraps ``EngineCore.__init__``. If the worker is in the same process, its start-up runs
-    inside this call.
+    It has started once a thread of kvcached has reserved the null block, so that the first metrics
+    count it. A worker in the same process starts inside this call.
     """
     record.roles, record.elastic = ["engine-core"], None
     wrapped(*args, **kwargs)
@@ -46,11 +43,7 @@ def around_engine_core(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> A
 
 
 def around_kv_cache_tensors(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Refuse a worker whose KV caches are not kvcached's; log its status line.
-
-    Wraps ``GPUModelRunner.initialize_kv_cache_tensors`` and, for Runner V2 of vLLM 0.28,
-    ``init_kv_cache``. kvcached marks each tensor that it allocates with a block view.
-    """
+    """Refuse a worker with a KV cache that has not kvcached's mark; log its status line."""
     kv_caches = wrapped(*args, **kwargs)
     _verify_worker(
         {name: kvcached_api.block_view(cache) is not None for name, cache in kv_caches.items()}
@@ -59,11 +52,7 @@ def around_kv_cache_tensors(wrapped: Any, instance: Any, args: Any, kwargs: Any)
 
 
 def remember_allocation(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Record the storages of the KV caches that kvcached allocates.
-
-    Wraps kvcached's ``allocate_kv_cache``; from vLLM 0.29 on the caches are vLLM's own
-    views of kvcached's memory.
-    """
+    """Record the storages that kvcached allocates, of which vLLM has views from 0.29 on."""
     kv_caches = wrapped(*args, **kwargs)
     kvcached_api.remember_storages(kv_caches.values())
     return kv_caches
@@ -72,8 +61,7 @@ def remember_allocation(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> 
 def around_initialize_kv_cache(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Refuse a worker whose KV caches are not kvcached's; log its status line.
 
-    Wraps ``GPUModelRunner.initialize_kv_cache(kv_cache_config, is_profiling)`` of both
-    runners. The KV cache of a profiling run is vLLM's own, and discarded.
+    The KV cache of a profiling run is vLLM's own, and discarded.
     """
     result = wrapped(*args, **kwargs)
     if not kwargs.get("is_profiling", args[1] if len(args) > 1 else False):
@@ -87,11 +75,7 @@ def around_initialize_kv_cache(wrapped: Any, instance: Any, args: Any, kwargs: A
 
 
 def _verify_worker(inside: dict[str, bool]) -> None:
-    """Log the status line of a worker, given which of its KV caches are kvcached's.
-
-    Raises:
-        Refusal: one of them is not.
-    """
+    """Log a worker's status line, or refuse it if one of its KV caches is not inside."""
     outside = [name for name, yes in inside.items() if not yes]
     if outside:
         raise Refusal(

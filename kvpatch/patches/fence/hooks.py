@@ -42,10 +42,7 @@ class Fenced:
         return self.fence.holding + (self.reserve.kept if self.reserve is not None else 0)
 
     def may_keep(self) -> int:
-        """Return how many freed pages may stay mapped now.
-
-        None of an engine that computes nothing: it would not be stepped when somebody wants them.
-        """
+        """Return how many freed pages may stay mapped now; an idle engine would not be stepped."""
         if (
             self.manager.in_shrink
             or not self.scheduler.has_unfinished_requests()
@@ -56,11 +53,7 @@ class Fenced:
 
 
 def compute_barrier(worker: Any) -> bool:
-    """Wait for the computation that a worker has launched; runs in the worker by RPC.
-
-    kvcached's own barrier waits for the whole device, and so for every copy; the fence
-    already covers the copies.
-    """
+    """Wait for a worker's computation, by RPC, and not for its copies, which the fence covers."""
     device = worker.device  # None on a CPU up to 0.23
     if device is not None and device.type != "cpu":
         import torch
@@ -71,16 +64,7 @@ def compute_barrier(worker: Any) -> bool:
 
 
 def wait_for_workers(executor: Any, workers: int) -> None:
-    """Wait until every worker has finished the computation that it has launched.
-
-    Args:
-        executor: vLLM's executor, whose workers answer in the order of their calls.
-        workers: how many of them must answer.
-
-    Raises:
-        RuntimeError: one of them did not answer within the time that vLLM gives a step, or
-            failed, so that nothing may be unmapped.
-    """
+    """Wait for the computation of all workers; RuntimeError if one does not answer in time."""
     from vllm import envs
 
     limit = envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS
@@ -98,11 +82,7 @@ def wait_for_workers(executor: Any, workers: int) -> None:
 
 
 def around_install(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
-    """Install the fence between the connector and kvcached, if there is a connector.
-
-    Wraps ``EngineCore._kvcached_install_ordered_unmap``, which kvcached calls at the
-    end of the engine's set-up.
-    """
+    """Install the fence between the connector, if there is one, and kvcached."""
     wrapped(*args, **kwargs)
     scheduler = instance.scheduler
     if scheduler.connector is None:
@@ -132,10 +112,7 @@ def around_install(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
 
 
 def around_build(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Report the transfers of a step to the fence.
-
-    Wraps ``OffloadingConnectorScheduler.build_connector_meta``.
-    """
+    """Report the transfers of a step to the fence."""
     meta = wrapped(*args, **kwargs)
     fenced = state.find(instance, Fenced)
     if fenced is not None:
@@ -150,10 +127,7 @@ def around_build(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 
 def around_worker_output(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Report completed transfers to the fence.
-
-    Wraps ``OffloadingConnectorScheduler.update_connector_output``.
-    """
+    """Report completed transfers to the fence."""
     fenced = state.find(instance, Fenced)
     if fenced is not None:
         output = argument(args, kwargs, 0, "connector_output")
@@ -164,21 +138,13 @@ def around_worker_output(wrapped: Any, instance: Any, args: Any, kwargs: Any) ->
 
 
 def around_pending_work(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> bool:
-    """Keep the engine stepping while a freed page is mapped; it becomes idle afterwards.
-
-    Wraps ``OffloadingConnectorScheduler.has_pending_push_work``, vLLM's hook for a
-    connector to request steps.
-    """
+    """Keep the engine stepping while a freed page is mapped; it becomes idle afterwards."""
     fenced = state.find(instance, Fenced)
     return bool(wrapped(*args, **kwargs)) or (fenced is not None and fenced.holding > 0)
 
 
 def around_release(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
-    """Release only the retired pages that the fence permits.
-
-    Wraps kvcached's ``KVCacheManager.release_retired_pages_through(marker)``. The
-    marker is the newest retirement, and so would include every retired page.
-    """
+    """Release only the retired pages that the fence permits; the marker would include all."""
     fenced = state.find(instance, Fenced)
     if fenced is None:
         wrapped(*args, **kwargs)
@@ -225,9 +191,8 @@ def forget_freed_blocks(planner: Any, fence: Fence, pages: list[int]) -> None:
 def after_reset_of_tier(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
     """Exclude blocks that have left a sliding window from stores that begin again.
 
-    Wraps ``OffloadingConnectorScheduler.reset_cache``, after which running requests store from
-    their first chunk on. What was stored before keeps the ids of blocks that vLLM has given to
-    others since: it drops the ids of what is still to be stored alone.
+    Running requests then store from their first chunk on. What was stored before keeps the ids of
+    blocks that are others' since: vLLM drops the ids of what is still to be stored alone.
     """
     wrapped(*args, **kwargs)
     fenced = state.find(instance, Fenced)
@@ -239,8 +204,6 @@ def forget_left_blocks(planner: Any, scheduler: Any, first: Callable[[Any], int]
     """Set the ids of blocks that have left a sliding window to 0, the null block.
 
     Args:
-        planner: the scheduler side of OffloadingConnector.
-        scheduler: vLLM's.
         first: the position of the first block to look at, of a request's state of a group.
     """
     managers = scheduler.kv_cache_manager.coordinator.single_type_managers
@@ -255,10 +218,7 @@ def forget_left_blocks(planner: Any, scheduler: Any, first: Callable[[Any], int]
 
 
 def after_step(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Release retired pages after a synchronous step.
-
-    Wraps ``EngineCore.step``; kvcached does the same after a step with the batch queue.
-    """
+    """Release retired pages after a synchronous step, as kvcached does with the batch queue."""
     result = wrapped(*args, **kwargs)
     release_now(instance)
     return result
@@ -267,9 +227,7 @@ def after_step(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 def after_reset(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Release the pages of a reset prefix cache, even if the engine is not stepped.
 
-    Wraps ``EngineCore.reset_prefix_cache``. An engine in its own process continues
-    stepping by itself; one in the caller's process is stepped only for requests,
-    so that it is stepped here until the fence holds no page.
+    One in the caller's process is stepped only for requests, and so here until no page is held.
     """
     result = wrapped(*args, **kwargs)
     release_now(instance)
@@ -298,11 +256,7 @@ def release_now(engine: Any) -> None:
 
 
 def skip_device_wide_wait(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
-    """Do not wait for copies before an unmap that the fence has permitted.
-
-    Wraps ``_sync_before_unmap`` in a worker's listener thread, which waits for the
-    whole device, and so for every copy in flight.
-    """
+    """Do not wait for the device, and so every copy, before an unmap that the fence permitted."""
     from vllm.distributed.kv_transfer import has_kv_transfer_group
 
     if not has_kv_transfer_group():

@@ -34,10 +34,7 @@ from kvpatch.upstream import connectors
 
 @dataclass
 class Numbers:
-    """The numbers of the transfers in flight, by request.
-
-    Kept on the ``OffloadingConnectorScheduler``.
-    """
+    """The transfers in flight, by request; kept on the ``OffloadingConnectorScheduler``."""
 
     next: Any = field(default_factory=count)
     stores: defaultdict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
@@ -71,9 +68,8 @@ def around_build_of_pairs(wrapped: Any, instance: Any, args: Any, kwargs: Any) -
 def before_build(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Exclude blocks that have left a sliding window from the stores of 0.21 and 0.22.
 
-    Wraps ``OffloadingConnectorScheduler.build_connector_meta``. A request keeps the ids of
-    such blocks until the CPU tier has room for them. From 0.23 on vLLM drops an id when the
-    block is reallocated; before, it keeps the id and stores the next owner's bytes under it.
+    There vLLM keeps the id when the block is reallocated, and stores the next owner's bytes under
+    it.
     """
     fenced = state.find(instance, Fenced)
     if fenced is not None and instance._sliding_window_groups:
@@ -85,19 +81,13 @@ def before_build(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 
 def around_has_requests(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> bool:
-    """Keep an engine of 0.21 to 0.23 stepping while a page is held.
-
-    Wraps ``Scheduler.has_requests``.
-    """
+    """Keep an engine of 0.21 to 0.23 stepping while a page is held."""
     planner = connectors.scheduler_of(instance.connector)
     return hooks.around_pending_work(wrapped, planner, args, kwargs)
 
 
 def around_build_by_request(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Report the transfers of a step to the fence, and record those that it waits for.
-
-    Wraps ``OffloadingConnectorScheduler.build_connector_meta``.
-    """
+    """Report the transfers of a step to the fence, and record those that it waits for."""
     output = argument(args, kwargs, 0, "scheduler_output")
     meta = wrapped(*args, **kwargs)
     fenced = state.find(instance, Fenced)
@@ -126,10 +116,7 @@ def around_build_by_request(wrapped: Any, instance: Any, args: Any, kwargs: Any)
 
 
 def around_worker_output_by_request(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Report requests whose transfers have completed on every worker to the fence.
-
-    Wraps ``OffloadingConnectorScheduler.update_connector_output``.
-    """
+    """Report requests whose transfers have completed on every worker to the fence."""
     fenced = state.find(instance, Fenced)
     if fenced is not None:
         output = argument(args, kwargs, 0, "connector_output")
@@ -144,10 +131,7 @@ def around_worker_output_by_request(wrapped: Any, instance: Any, args: Any, kwar
 
 
 def around_step_output(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Report to the fence that the workers have waited for the stores of preempted requests.
-
-    Wraps ``Scheduler.update_from_output``.
-    """
+    """Report to the fence that the workers have waited for the stores of preempted requests."""
     fenced = state.find(connectors.scheduler_of(instance.connector), Fenced)
     if fenced is not None:
         meta = argument(args, kwargs, 0, "scheduler_output").kv_connector_metadata
@@ -157,10 +141,7 @@ def around_step_output(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> A
 
 
 def around_has_requests_by_request(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> bool:
-    """Keep the engine stepping while a transfer is in flight or a page is held.
-
-    Wraps ``Scheduler.has_requests``: a connector cannot request steps.
-    """
+    """Keep the engine stepping while a transfer is in flight or a page is held."""
     fenced = state.find(connectors.scheduler_of(instance.connector), Fenced)
     waits = fenced is not None and bool(fenced.fence.transfers or fenced.holding)
     return bool(wrapped(*args, **kwargs)) or waits

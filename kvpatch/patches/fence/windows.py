@@ -35,12 +35,7 @@ class KnownBlocks(list[int]):
             self._positions.setdefault(span, []).append(range(begin, self._indexed))
 
     def forget(self, gone: set[int], spans: set[int]) -> None:
-        """Set blocks to 0, the null block.
-
-        Args:
-            gone: those blocks.
-            spans: the spans that they are in.
-        """
+        """Set the blocks that are gone, which are in these spans, to 0, the null block."""
         for span in self._positions.keys() & spans:
             left = []
             for positions in self._positions.pop(span):

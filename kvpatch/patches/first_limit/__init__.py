@@ -1,8 +1,4 @@
-"""A limit at birth: an engine that has just started does not take the device before anybody can say
-how much of it is its own.
-
-Without ``KVPATCH_FIRST_LIMIT`` none of it is applied.
-"""
+"""A limit at birth: an engine that has just started does not take all of the device."""
 
 from __future__ import annotations
 

@@ -13,13 +13,9 @@ from kvpatch.upstream import kvcached_api, requests
 
 
 def around_engine_start(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
-    """Limit an engine that has just started. Wraps ``EngineCore.__init__``.
+    """Limit an engine that has just started; refused if a longest request would not fit.
 
-    kvcached writes the limit of a pool itself, when it makes its page manager; what an engine has
-    mapped up to here is the page of block 0, and what is mapped ahead of use.
-
-    Raises:
-        Refusal: a request of the longest length would not fit the limit.
+    By then it has mapped the page of block 0, and what is mapped ahead of use.
     """
     wrapped(*args, **kwargs)
     manager = kvcached_api.manager_of(instance)

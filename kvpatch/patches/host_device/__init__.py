@@ -1,7 +1,4 @@
-"""kvcached's allocator on host memory, and what vLLM's CPU backend lacks on it.
-
-The code is in ``hostdevice``; all of it is the distribution kvpatch-hostdevice's.
-"""
+"""kvcached's allocator on host memory, and what vLLM's CPU backend lacks on it."""
 
 from __future__ import annotations
 

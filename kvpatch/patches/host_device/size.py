@@ -7,10 +7,6 @@ from kvpatch.versions import Facts
 
 
 def require(facts: Facts) -> None:
-    """Refuse a vLLM for CPUs whose host device has no size.
-
-    Raises:
-        Refusal: it has none.
-    """
+    """Refuse a vLLM for CPUs whose host device has no size."""
     if facts.vllm.for_cpus:
         ledger.require_size(facts.environment)

@@ -17,11 +17,7 @@ _WEIGHTS = "weights"
 
 @dataclass
 class Gone:
-    """Copies of what comes back; kept on the worker.
-
-    Attributes:
-        saved: parameters and buffers after level 1, and after level 2 the buffers alone, by name.
-    """
+    """Parameters and buffers that come back, by name (level 2: buffers); kept on the worker."""
 
     saved: dict[str, Any] = field(default_factory=dict)
 
@@ -58,7 +54,4 @@ def come_back(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
 
 
 def discard(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
-    """Discard nothing: vLLM's allocator has no KV cache on a GPU, either, where kvcached has it.
-
-    Wraps ``CPUWorker.discard(tags)``.
-    """
+    """Discard nothing: vLLM's allocator has no KV cache on a GPU either, where kvcached has it."""

@@ -1,7 +1,4 @@
-"""The host pool: engines share host memory for their CPU tiers, and commit it as they need it.
-
-Without ``KVPATCH_HOST_POOL`` none of it is applied. The pool itself is ``kvpatch.pool``.
-"""
+"""The host pool: engines share host memory for their CPU tiers, and commit it as they need it."""
 
 from __future__ import annotations
 

@@ -33,15 +33,11 @@ class Tier(ABC):
 
     @abstractmethod
     def lay_out(self, file: int, extent: int, told: list[bytes]) -> tuple[Memory, Extents]:
-        """Return the tier's memory and extents.
+        """Return the memory and the extents of the tier's file, which is the memory's from then on.
 
         Args:
-            file: of the tier; the memory's from then on.
             extent: bytes of an extent, about.
-            told: what each worker has said of its part.
-
-        Raises:
-            Failed: they do not agree.
+            told: what each worker has said of its part; Failed is raised if they do not agree.
         """
 
     @abstractmethod
@@ -54,11 +50,7 @@ class Tier(ABC):
 
 
 class OffloadingTier(Tier):
-    """The tier of OffloadingConnector: a row of the file is a chunk of all ranks.
-
-    Args:
-        planner: the connector's scheduler.
-    """
+    """The tier of OffloadingConnector: a row of the file is a chunk of all ranks."""
 
     def __init__(self, planner: Any) -> None:
         tiers = planner.manager
@@ -82,11 +74,7 @@ class OffloadingTier(Tier):
 
 
 class SimpleTier(Tier):
-    """The tier of SimpleCPUOffloadConnector: each rank has its blocks region by region.
-
-    Args:
-        planner: the connector's scheduler.
-    """
+    """The tier of SimpleCPUOffloadConnector: each rank has its blocks region by region."""
 
     def __init__(self, planner: Any) -> None:
         self._planner = planner
@@ -94,11 +82,7 @@ class SimpleTier(Tier):
         self.chunks = int(planner.cpu_block_pool.num_gpu_blocks) - simple.NULL
 
     def lay_out(self, file: int, extent: int, told: list[bytes]) -> tuple[Memory, Extents]:
-        """Return the tier's memory and extents, an extent being a range of each region.
-
-        Raises:
-            Failed: workers have other regions.
-        """
+        """Return the tier's memory and extents, each a range of all regions, or raise Failed."""
         try:
             regions = {stripes.unpack(one) for one in told}
         except struct.error:
@@ -122,11 +106,7 @@ class SimpleTier(Tier):
 
 
 def of(connector: Any) -> Tier | None:
-    """Return the tier of an engine's connector; None for one without chunks, or for none.
-
-    Args:
-        connector: of the engine's scheduler.
-    """
+    """Return the tier of a scheduler's connector; None for one without chunks, or for none."""
     tier: OffloadingTier | SimpleTier | None = None
     for part in connectors.parts(connector):
         name = type(part).__name__

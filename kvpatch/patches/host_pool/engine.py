@@ -29,11 +29,7 @@ _ALONE = "leave KVPATCH_HOST_POOL unset, or set KVPATCH=0"
 
 
 def around_engine_core(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
-    """Let an engine with a CPU tier take part in the pool. Wraps ``EngineCore.__init__``.
-
-    Raises:
-        Refusal: the pool cannot be used.
-    """
+    """Let an engine with a CPU tier take part in the pool; refused if it cannot be used."""
     config = argument(args, kwargs, 0, "vllm_config")
     if not rules.pooled(config.kv_transfer_config):
         wrapped(*args, **kwargs)
@@ -59,10 +55,9 @@ def around_shutdown(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 
 def after_reset(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Give back the extents of a reset tier. Wraps ``EngineCore.reset_prefix_cache``.
+    """Give back the extents of a reset tier.
 
-    An engine in its own process goes on stepping until no transfer is left; one in the caller's
-    is stepped here.
+    One in the caller's process is stepped here until no transfer is left.
     """
     pooled = state.find(instance, Pooled)
     if pooled is None:
@@ -80,14 +75,7 @@ def after_reset(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 
 class Part:
-    """An engine's part in the pool while it starts.
-
-    Args:
-        config: the ``VllmConfig`` of an engine with an OffloadingConnector.
-
-    Raises:
-        Refusal: the pool cannot be used.
-    """
+    """The part in the pool of an engine that starts; refused if the pool cannot be used."""
 
     def __init__(self, config: Any) -> None:
         engine_id = config.kv_transfer_config.engine_id
@@ -122,11 +110,7 @@ class Part:
             raise claims.no_room(self._path, error) from error
 
     def begin(self, engine: Any) -> None:
-        """Start the thread for an engine whose workers have mapped the tier.
-
-        Raises:
-            Refusal: not all of them have, or an extent is larger than the pool.
-        """
+        """Start the thread of an engine whose workers have mapped the tier; refused otherwise."""
         assert self._ranks is not None
         size = os.fstat(self._file).st_size
         tier = connected.of(engine.scheduler.connector) if size else None

@@ -18,11 +18,7 @@ from kvpatch.upstream.vllm_api import region_path
 
 
 class Slice:
-    """A range of a region, with what vLLM's functions for pinning a region read of one.
-
-    Attributes:
-        is_pinned: whether it is registered with the device.
-    """
+    """A range of a region, with what vLLM's functions for pinning a region read of one."""
 
     def __init__(self, region: Any, offset: int, size: int) -> None:
         self.rank = region.rank
@@ -45,12 +41,7 @@ class Slice:
 class Shared:
     """What a worker has of its engine's tier; kept on the ``SharedOffloadRegion``.
 
-    Args:
-        region: the region.
-        record: of the engine.
-
-    Attributes:
-        pin: vLLM's function that registers a region; None if the tier is not pinned.
+    ``pin`` is vLLM's function that registers a region; None if the tier is not pinned.
     """
 
     def __init__(self, region: Any, record: Any) -> None:

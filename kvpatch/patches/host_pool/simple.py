@@ -24,12 +24,7 @@ NULL = 1  # blocks before the first chunk
 class Queue:
     """The part of vLLM's ``FreeKVCacheBlockQueue`` that a ``BlockPool`` uses, over extents.
 
-    Args:
-        pool: the connector's ``BlockPool`` of CPU blocks.
-        keeper: of the extents of its blocks, without the null block.
-
-    Attributes:
-        counting: whether the blocks that nobody uses are counted, and not those at hand.
+    While ``counting``, the blocks that nobody uses are counted, and not those at hand.
     """
 
     def __init__(self, pool: Any, keeper: Keeper) -> None:
@@ -53,11 +48,7 @@ class Queue:
             return extents.free + len(self._cached)
 
     def popleft_n(self, count: int) -> list[Any]:
-        """Hand out blocks: the lowest without content, then those that are evicted first.
-
-        Raises:
-            MemoryError: fewer can be handed out; none is.
-        """
+        """Hand out the lowest blocks without content, then the first evicted, or MemoryError."""
         with self._lock:
             self._evict_draining()
             self._keeper.need(count)
@@ -137,10 +128,7 @@ def put(planner: Any, keeper: Keeper) -> Queue:
 
 
 def around_locked(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Have no block evicted for another engine between two looks at it.
-
-    Wraps methods of vLLM's ``Scheduler``, outside of which nobody asks for CPU blocks.
-    """
+    """Have no block evicted for another engine while a method of vLLM's ``Scheduler`` runs."""
     pooled = state.find(instance, Pooled)
     if pooled is None:
         return wrapped(*args, **kwargs)
@@ -149,10 +137,7 @@ def around_locked(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 
 def around_reset(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Take back every block of a reset tier. Wraps ``SimpleCPUOffloadScheduler.reset``.
-
-    It returns whether the tier was reset: it is not while a block is in use.
-    """
+    """Take back every block of a tier that was reset; none is while a block is in use."""
     simple = state.find(instance, Simple)
     if simple is None:
         return wrapped(*args, **kwargs)
@@ -163,10 +148,7 @@ def around_reset(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 
 def around_count(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Let blocks in use be counted as vLLM does: what is not committed is not in use.
-
-    Wraps ``SimpleCPUOffloadScheduler.get_stats``.
-    """
+    """Let blocks in use be counted as vLLM does: what is not committed is not in use."""
     simple = state.find(instance, Simple)
     if simple is None:
         return wrapped(*args, **kwargs)

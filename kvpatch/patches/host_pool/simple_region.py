@@ -21,12 +21,7 @@ from kvpatch.upstream.vllm_api import region_path
 
 
 class Shared:
-    """What a worker has of its engine's tier; kept on the ``SimpleCPUOffloadWorker``.
-
-    Args:
-        worker: the connector's.
-        pin: vLLM's function that registers a tensor; None if the tier is not pinned.
-    """
+    """What a worker has of its engine's tier; kept on the ``SimpleCPUOffloadWorker``."""
 
     def __init__(self, worker: Any, pin: Callable[[Any], None] | None) -> None:
         transfer = worker.vllm_config.kv_transfer_config
@@ -106,11 +101,7 @@ class Shared:
 
 
 def around_tensors(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
-    """Let what copies have views of the tier's file, and register nothing yet.
-
-    Wraps ``SimpleCPUOffloadWorker._init_cpu_mode(unique_gpu_caches, total_bytes_per_block,
-    device)``, which writes all of the tensors that it makes.
-    """
+    """Let what copies have views of the tier's file, in place of tensors that vLLM would write."""
     from vllm.v1.simple_kv_offload import worker as vllms
 
     caches: dict[str, Any] = argument(args, kwargs, 0, "unique_gpu_caches")
@@ -124,10 +115,7 @@ def around_tensors(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
 
 
 def around_shutdown(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Deregister the extents when no copy is in flight any more.
-
-    Wraps ``SimpleCPUOffloadConnector.shutdown``.
-    """
+    """Deregister the extents when no copy is in flight any more."""
     result = wrapped(*args, **kwargs)
     worker = instance.worker_handler
     shared = state.find(worker, Shared)

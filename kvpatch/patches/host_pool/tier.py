@@ -125,10 +125,7 @@ def around_free(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
 
 
 def around_prepare_store(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Let a store wait while the tier can grow. Wraps ``prepare_store(keys, req_context)``.
-
-    vLLM asks again in the next step of a request whose blocks cannot be stored now.
-    """
+    """Let a store wait while the tier can grow: vLLM asks again in its request's next step."""
     pooled = state.find(instance, Pooled)
     if pooled is None:
         return wrapped(*args, **kwargs)
@@ -148,10 +145,7 @@ def around_prepare_store(wrapped: Any, instance: Any, args: Any, kwargs: Any) ->
 
 
 def around_lookup(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Let a request wait for memory to promote its blocks into, instead of computing them.
-
-    Wraps ``TieringOffloadingManager.lookup(key, req_context)``, which calls it a miss.
-    """
+    """Let a request wait for memory to promote its blocks into, where vLLM calls it a miss."""
     pooled = state.find(instance, Pooled)
     if pooled is None:
         return wrapped(*args, **kwargs)
@@ -192,8 +186,7 @@ def around_touch(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
 def around_completion(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
     """Have the keeper evict what no transfer uses any more in an extent that has to go.
 
-    Wraps ``complete_load`` and ``complete_store``. It is not evicted here: secondary tiers read
-    what was stored as soon as that has completed.
+    Not here: secondary tiers read what was stored as soon as that has completed.
     """
     pooled = state.find(instance, Pooled)
     if pooled is None:
@@ -229,10 +222,7 @@ def around_events(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 
 def around_schedule(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Keep what a step has found in the tier until it is being loaded.
-
-    Wraps ``Scheduler.schedule``.
-    """
+    """Keep what a step has found in the tier until it is being loaded."""
     pooled = state.find(instance, Pooled)
     if pooled is None:
         return wrapped(*args, **kwargs)
@@ -242,10 +232,7 @@ def around_schedule(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 
 def around_build(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Note the transfers of a step.
-
-    Wraps ``OffloadingConnectorScheduler.build_connector_meta``.
-    """
+    """Note the transfers of a step."""
     meta = wrapped(*args, **kwargs)
     pooled = state.find(instance, Pooled)
     if pooled is not None:
@@ -258,10 +245,7 @@ def around_build(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 
 def around_worker_output(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Note the transfers that have ended.
-
-    Wraps ``OffloadingConnectorScheduler.update_connector_output``.
-    """
+    """Note the transfers that have ended."""
     pooled = state.find(instance, Pooled)
     if pooled is None:
         return wrapped(*args, **kwargs)
@@ -274,10 +258,7 @@ def around_worker_output(wrapped: Any, instance: Any, args: Any, kwargs: Any) ->
 
 
 def around_pending_work(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> bool:
-    """Keep the engine stepping until every transfer has ended, also after a reset.
-
-    Wraps ``OffloadingConnectorScheduler.has_pending_push_work``.
-    """
+    """Keep the engine stepping until every transfer has ended, also after a reset."""
     pooled = state.find(instance, Pooled)
     pending = bool(wrapped(*args, **kwargs))
     return pending or (pooled is not None and pooled.extents.transferring)

@@ -22,11 +22,8 @@ def carry_pool_attributes(wrapped: Any, instance: Any, args: Any, kwargs: Any) -
 def request_memory(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> int:
     """Subtract weights held by another process from the engine's budget, as vLLM does.
 
-    Wraps kvcached's ``request_memory(init_snapshot, cache_config)``; vLLM 0.32 passes a
-    third argument, the size of those weights in bytes.
-
-    Raises:
-        ValueError: the weights exceed the budget, as in vLLM.
+    vLLM 0.32 passes their bytes as a third argument; ValueError if they exceed the budget, as
+    there.
     """
 
     def bind(init_snapshot: Any, cache_config: Any, external_weight_memory: int = 0) -> Any:
@@ -45,9 +42,8 @@ def request_memory(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> int:
 def profile_as_vllm(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> int:
     """Run kvcached's profile run with the same settings as vLLM's own.
 
-    Wraps ``Worker.determine_available_memory``. From 0.31 on vLLM prevents the allocator from
-    splitting large blocks during the run, and randomizes the inputs if the model needs it;
-    from 0.32 on it also sets the current configuration.
+    From 0.31 on vLLM prevents the allocator from splitting large blocks, and randomizes the inputs
+    if the model needs it; from 0.32 on it also sets the current configuration.
     """
     from vllm.config import set_current_vllm_config
 

@@ -10,12 +10,8 @@ from kvpatch.patch import argument
 def unless_it_has_passed(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Name no boundary that a running request has already computed past.
 
-    Wraps ``MambaManager._cache_partial_tail_block(request, num_tokens, retention_interval)`` of
-    0.31 and later. Once the boundary's state was copied, the request's own block is at a later
-    token: under the boundary's hash it would be a state that no other prompt has.
-
-    Returns:
-        What vLLM returns; None where nothing is named.
+    Once its state was copied, the request's own block is at a later token: under the boundary's
+    hash it would be a state that no other prompt has.
     """
     from vllm.v1.request import RequestStatus
 

@@ -29,9 +29,8 @@ _said_by = 0  # the process that logged the line; a forked child inherits this
 def v1_by_default(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> bool:
     """Keep Model Runner V2 from being the default of a model that runs on V1 as well.
 
-    Wraps ``VllmConfig._is_default_v2_model_runner_model()``, which every process asks, and only
-    where the operator did not choose and the configuration does not need V2 (diffusion, some
-    draft models). Those stay on V2, and are refused.
+    vLLM asks only where the operator did not choose and the configuration does not need V2
+    (diffusion, some draft models). Those stay on V2, and are refused.
     """
     if not wrapped(*args, **kwargs):
         return False

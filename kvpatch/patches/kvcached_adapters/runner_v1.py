@@ -1,8 +1,4 @@
-"""Model Runner V1 of vLLM 0.29 and later on kvcached's memory.
-
-From 0.29 on both runners allocate through the same function, so that kvcached's allocation
-for Runner V2 also serves Runner V1.
-"""
+"""Model Runner V1 of vLLM 0.29 and later, where both runners allocate through one function."""
 
 from __future__ import annotations
 
@@ -16,10 +12,7 @@ _lasting: ContextVar[bool] = ContextVar("kvpatch_lasting_allocation", default=Fa
 
 
 def set_up_worker(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
-    """Set up kvcached in a worker of Runner V1.
-
-    Wraps ``GPUModelRunner.__init__``, as kvcached does for Runner V2.
-    """
+    """Set up kvcached in a worker of Runner V1, as kvcached does for Runner V2."""
     wrapped(*args, **kwargs)
     from kvcached.integration.vllm import interfaces
     from kvcached.integration.vllm.patches import _should_enable_async_sched
@@ -40,13 +33,9 @@ def set_up_worker(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
 
 
 def mark_lasting_allocation(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Mark, during the call, whether the KV cache that is allocated is permanent.
+    """Mark, during the call, whether the KV cache is permanent; graph profiling's is vLLM's own.
 
-    Wraps ``GPUModelRunner.initialize_kv_cache(kv_cache_config, is_profiling)``. The KV cache
-    of graph profiling is discarded, and remains vLLM's own.
-
-    Raises:
-        Refusal: layers share their KV cache, which is not validated on this runner.
+    Layers that share their KV cache are not validated on this runner, and refused.
     """
     is_profiling = kwargs.get("is_profiling", args[1] if len(args) > 1 else False)
     if not is_profiling and getattr(instance, "shared_kv_cache_layers", None):
@@ -66,11 +55,7 @@ def mark_lasting_allocation(wrapped: Any, instance: Any, args: Any, kwargs: Any)
 
 
 def allocate(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Allocate a permanent KV cache from kvcached's memory.
-
-    Wraps ``allocate_kv_cache(kv_cache_config, device, layout, kernel_block_sizes)`` in the
-    module of Runner V1.
-    """
+    """Allocate a permanent KV cache from kvcached's memory."""
     if not _lasting.get():
         return wrapped(*args, **kwargs)
     from kvcached.integration.vllm import model_runner_v2

@@ -45,11 +45,7 @@ def around_engine_core(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> N
 
 
 def around_make_stats(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Count the transfers and hits of one step.
-
-    Wraps ``Scheduler.make_stats(spec_decoding_stats, kv_connector_stats, ...)``, which
-    is called with the connector's stats even if vLLM's own are disabled.
-    """
+    """Count a step's transfers and hits; it has the connector's stats even if vLLM's are off."""
     stats = wrapped(*args, **kwargs)
     totals = state.find(instance, Totals)
     if totals is None or totals.fuse.off:
@@ -65,11 +61,7 @@ def around_make_stats(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> An
 
 
 def after_step(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Send the changes to the API servers, with the step's own stats.
-
-    Wraps ``EngineCore.step`` and ``step_with_batch_queue`` over the fence's patch, so
-    that the pages that the step released are counted.
-    """
+    """Send the changes to the API servers, with the step's own stats; over the fence's patch."""
     result = wrapped(*args, **kwargs)
     totals = state.find(instance, Totals)
     if totals is None:
@@ -129,8 +121,7 @@ def around_prometheus(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> No
 def around_client_shutdown(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Tell an engine that died from one that was stopped with its server.
 
-    Wraps ``MPClient.shutdown``, which the thread that watches the engines calls when one has ended
-    before its server: one that a signal to all of them reached first ends with 0.
+    The thread that watches engines calls it when one ended first; after a signal with 0.
     """
     if threading.current_thread().name == WATCHES:
         resources = getattr(instance, "resources", None)
@@ -153,10 +144,7 @@ def without_ours(stats: dict[str, Any]) -> dict[str, Any]:
 
 
 def around_observe(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
-    """Record kvpatch's part of the stats, and pass the rest to the connector.
-
-    Wraps ``KVConnectorProm.observe(transfer_stats_data, engine_idx)``.
-    """
+    """Record kvpatch's part of the stats, and pass the rest to the connector."""
 
     def bind(transfer_stats_data: Any, engine_idx: int = 0) -> tuple[Any, int]:
         return transfer_stats_data, engine_idx
@@ -173,11 +161,7 @@ def around_observe(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
 
 
 def around_log(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
-    """Keep kvpatch's part of the stats out of the connector's log line.
-
-    Wraps ``KVConnectorLogging.observe(transfer_stats_data)``, which fails on stats
-    if no connector is configured.
-    """
+    """Keep kvpatch's part out of the connector's log line, which fails without a connector."""
     stats = argument(args, kwargs, 0, "transfer_stats_data")
     stats = without_ours(stats)
     if stats:

@@ -15,12 +15,7 @@ from kvpatch.telemetry.remembered import Remembered
 
 
 class Computed:
-    """Kept on vLLM's ``Scheduler``.
-
-    Attributes:
-        blocks: those that requests have computed which have ended.
-        running: the requests that were scheduled and have not ended, by their ids.
-    """
+    """The blocks of ended requests, and the requests that run; kept on the ``Scheduler``."""
 
     def __init__(self) -> None:
         self.blocks = Remembered()
@@ -28,10 +23,7 @@ class Computed:
 
 
 def around_schedule(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Look at the requests that begin in this step, and at those that have ended before it.
-
-    Wraps ``Scheduler.schedule()``.
-    """
+    """Look at the requests that begin in this step, and at those that have ended before it."""
     output = wrapped(*args, **kwargs)
     totals = state.find(instance, Totals)
     if totals is None or totals.fuse.off:
@@ -66,20 +58,14 @@ def _look(scheduler: Any, totals: Totals, output: Any) -> None:
 
 
 def around_reset_connector(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Forget what was computed: somebody wants it gone, as after an update of the weights.
-
-    Wraps ``Scheduler.reset_connector_cache()``.
-    """
+    """Forget what was computed: somebody wants it gone, as after an update of the weights."""
     result = wrapped(*args, **kwargs)
     _forget(instance)
     return result
 
 
 def around_reset(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Forget what was computed, if no connector has it still.
-
-    Wraps ``Scheduler.reset_prefix_cache()``, which resets the device's cache alone by default.
-    """
+    """Forget what was computed, if no connector has it still."""
     result = wrapped(*args, **kwargs)
     if instance.connector is None:
         _forget(instance)

@@ -77,10 +77,7 @@ def verified() -> dict[str, int] | None:
 
 
 def paused(core: Any) -> bool:
-    """Return whether the operator paused the engine, whose requests then wait for him.
-
-    vLLM 0.16 has a flag on the engine; later ones have a state on the scheduler.
-    """
+    """Return whether the operator paused the engine, on which vLLM 0.16 has a flag for it."""
     pause = getattr(core.scheduler, "_pause_state", None)
     if pause is not None:
         return bool(pause.name != "UNPAUSED")

@@ -80,10 +80,7 @@ def engines(config: Any) -> int:
 
 
 def asked(leaf: connectors.Leaf, ranks: int) -> int:
-    """Return the bytes that are configured for a connector's CPU tier, of all ranks; 0 for none.
-
-    A size that cannot be read is vLLM's to refuse, and is none.
-    """
+    """Return the configured bytes of a connector's CPU tier, of all ranks; 0 if unreadable."""
     try:
         if leaf.name == connectors.SIMPLE:
             each = int(leaf.extra.get("cpu_bytes_to_use", SIMPLE_DEFAULT)) // ranks

@@ -22,10 +22,7 @@ _FP8 = (
 
 
 def _has_scheme(config: Any) -> bool:
-    """Return whether the layers make an fp8 KV cache of the dtype ``auto``.
-
-    As ``Attention.__init__`` decides, in the worker, from the same object. MLA layers do not.
-    """
+    """Return whether ``Attention.__init__`` makes the dtype ``auto`` fp8, by the same object."""
     scheme = getattr(getattr(config, "quant_config", None), "kv_cache_scheme", None)
     model = config.model_config
     return scheme is not None and not (model is not None and model.use_mla)

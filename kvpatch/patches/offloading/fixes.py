@@ -16,9 +16,7 @@ from kvpatch.upstream import connectors
 def around_offloadable(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> int:
     """Leave the last sampled token of a finished request out of what can be stored.
 
-    Wraps ``OffloadingConnectorScheduler._calc_num_offloadable_tokens(req_status,
-    num_computed_tokens)`` of 0.26 to 0.29. Its place in a block is written when it is the input of
-    a step, which never comes; with speculative decoding a rejected draft may be there.
+    A step that never comes would write its place in a block; a rejected draft may be there.
     """
     request = argument(args, kwargs, 0, "req_status").req
     tokens = int(wrapped(*args, **kwargs))
@@ -29,9 +27,8 @@ def around_offloadable(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> i
 def before_session(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Forget the hashes of tokens that a session drops before it goes on.
 
-    Wraps ``Scheduler._update_request_as_session(session, update)`` up to 0.31, which drops the
-    tokens that were not computed, and hashes only what comes behind the hashes that there are. A
-    token completes at most one block, and those that are kept are hashed again.
+    vLLM drops the tokens that were not computed, and hashes only what comes behind the hashes that
+    there are. A token completes at most one block, and those that are kept are hashed again.
     """
     session = argument(args, kwargs, 0, "session")
     dropped = session.num_tokens - session.num_computed_tokens
@@ -43,9 +40,8 @@ def before_session(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 def around_other_loads(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Let the workers wait for stores of blocks that another connector loads into.
 
-    Wraps ``MultiConnector.update_state_after_alloc(request, blocks, num_external_tokens)`` of 0.21
-    to 0.32. The connector lets blocks of a finished request go while they are stored, and learns
-    who has them next from the tokens of a step, which a request that waits for a load has none of.
+    Blocks of a finished request go while they are stored, and their next owner is known by the
+    tokens of a step, of which a request that waits for a load has none.
     """
     result = wrapped(*args, **kwargs)
     planner = connectors.scheduler_of(instance)

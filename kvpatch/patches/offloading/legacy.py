@@ -102,11 +102,7 @@ def _later(worker: Any) -> SimpleNamespace:
 
 
 def around_storable(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> int:
-    """Limit stores to the blocks of a request, and to the computed tokens of an aborted one.
-
-    Wraps ``RequestOffloadState.storable_chunks`` of 0.26, which stores the whole prompt of a
-    finished request, even if it was aborted before it ran.
-    """
+    """Limit stores to the blocks of a request, and to the computed tokens of an aborted one."""
     group = argument(args, kwargs, 0, "group_config")
     held = len(instance.group_states[group.group_idx].block_ids)
     chunks: int = min(wrapped(*args, **kwargs), held // instance.config.blocks_per_chunk)
@@ -118,12 +114,8 @@ def around_storable(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> int:
 def around_call(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Refuse to replace weights while a connector has blocks of them.
 
-    Wraps ``EngineCore.collective_rpc(method, timeout=None, args=(), kwargs=None)`` up to 0.23. The
-    methods are those that count from 0.24 on: of vLLM's workers, with ``weight`` in their names.
-    Functions are an operator's, and many things.
-
-    Raises:
-        RefusedCall: the method replaces weights, and the engine has a connector.
+    The methods are those that count from 0.24 on: of vLLM's workers, with ``weight`` in their
+    names. Functions are an operator's, and many things.
     """
     method = argument(args, kwargs, 0, "method")
     # First the method: an engine that starts calls its workers before it has a scheduler.
@@ -144,9 +136,7 @@ def around_call(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 def around_reset(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Reset the CPU tier, and forget the copies of every request as later releases do.
 
-    Wraps ``OffloadingConnectorScheduler.reset_cache()`` of 0.22 to 0.25, which discards the copies
-    in flight and leaves their numbers with the requests. The next store, preemption or end of such
-    a request looks them up, and a load waits for them for ever.
+    The next store, preemption or end of a request would look them up; a load waits for ever.
     """
     result = resets.around_reset(wrapped, instance, args, kwargs)
     for status in instance._req_status.values():
@@ -164,9 +154,8 @@ class PreemptedByReset:
 def around_scheduler_reset(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Keep the names of the requests that a reset preempts.
 
-    Wraps ``Scheduler.reset_prefix_cache(reset_running_requests=False, ...)`` up to 0.24. Their
-    blocks are free afterwards, and the next step may write into them while they are stored: before
-    a step the workers wait only for the stores of requests that it names as preempted.
+    The next step may write into their blocks while these are stored: before a step the workers wait
+    only for the stores of requests that it names as preempted.
     """
     running = kwargs.get("reset_running_requests", args[0] if args else False)
     planner = connectors.scheduler_of(instance.connector)
@@ -177,11 +166,7 @@ def around_scheduler_reset(wrapped: Any, instance: Any, args: Any, kwargs: Any) 
 
 
 def name_preempted(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Name the requests that a reset has preempted, as later releases do.
-
-    Wraps ``OffloadingConnectorScheduler.build_connector_meta(scheduler_output)`` up to 0.20. The
-    names are added to the step itself, in which the workers of 0.16 to 0.18 look for them.
-    """
+    """Name the requests that a reset has preempted in the step itself, as later releases do."""
     reset = state.find(instance, PreemptedByReset)
     if reset is not None and reset.names:
         output = argument(args, kwargs, 0, "scheduler_output")
@@ -202,9 +187,7 @@ def name_preempted_of_jobs(wrapped: Any, instance: Any, args: Any, kwargs: Any) 
 def around_lookup(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Let a request wait for its copies before it is looked up again, as from 0.24 on.
 
-    Wraps ``OffloadingConnectorScheduler.get_num_new_matched_tokens(request, num_computed_tokens)``
-    of 0.21 to 0.23. A preempted request whose stores were not reported yet would be loaded, which
-    ends the engine: a request has one load or stores.
+    A preempted one whose stores were not reported yet would be loaded: it has one load or stores.
     """
     status = instance._req_status.get(argument(args, kwargs, 0, "request").request_id)
     if status is None or not status.transfer_jobs:  # up to 0.22 a new request has none
@@ -217,9 +200,8 @@ def around_lookup(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 def around_match(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Load nothing for a request that asks to compute every token, as from 0.24 on.
 
-    Wraps ``OffloadingConnectorScheduler.get_num_new_matched_tokens(request, num_computed_tokens)``
-    up to 0.23. The log-probabilities of a prompt, and what is pooled of each token, come of the
-    computation; those of loaded tokens are memory that nobody wrote.
+    The log-probabilities of a prompt, and what is pooled of each token, come of the computation;
+    those of loaded tokens are memory that nobody wrote.
     """
     answer = wrapped(*args, **kwargs)  # from 0.20 on the request gets its state there
     return (0, False) if argument(args, kwargs, 0, "request").skip_reading_prefix_cache else answer
@@ -228,10 +210,8 @@ def around_match(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 def around_load(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Let a load wait for the computation that was launched before it, as stores do.
 
-    Wraps ``SingleDirectionOffloadingHandler.transfer_async`` up to 0.27. With asynchronous
-    scheduling a step runs on the device while the blocks of a request that has ended are given to
-    the next: what the step still writes into them must come before the load. vLLM takes the stream
-    of a copy from the end of its pool.
+    With asynchronous scheduling a step may still write into the blocks of a request that has ended.
+    vLLM takes the stream of a copy from the end of its pool.
     """
     if not instance.gpu_to_cpu:
         module = sys.modules[type(instance).__module__]
@@ -248,12 +228,6 @@ def check_windows(config: Any) -> None:
     There the connector takes the blocks of a request for those of full attention: it stores the
     null block, and blocks that left the window and are another request's, under the request's
     hashes. A model that has both kinds is one of full attention to it.
-
-    Args:
-        config: the ``KVCacheConfig``.
-
-    Raises:
-        Refusal: the model is one.
     """
     facts = record.facts
     if facts is None or release_of(facts.vllm) >= Version("0.21"):
@@ -278,9 +252,8 @@ class AbortedLoads:
 def around_finished(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Let the load of an aborted request alone keep its blocks.
 
-    Wraps ``OffloadingConnectorScheduler.request_finished(request, block_ids)`` up to 0.20. One that
-    was stored once counts as being stored until it ends, so that the workers report the end of its
-    stores, and its blocks are freed, while they load it.
+    One that was stored once counts as being stored until it ends, so that the workers report the
+    end of its stores, and its blocks are freed, while they load it.
     """
     name = argument(args, kwargs, 0, "request").request_id
     keeps, parameters = wrapped(*args, **kwargs)
@@ -293,11 +266,7 @@ def around_finished(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 
 def without_aborted_loads(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Pass over the report that ``around_finished`` has made one too many.
-
-    Wraps ``OffloadingConnectorScheduler.update_connector_output(connector_output)`` up to 0.20. The
-    scheduler reads the same object afterwards.
-    """
+    """Pass over the report that ``around_finished`` has made one too many."""
     aborted = state.find(instance, AbortedLoads)
     if aborted is not None and aborted.names:
         output = argument(args, kwargs, 0, "connector_output")

@@ -27,10 +27,7 @@ _POOLED = (
 
 
 def _latent(config: Any, facts: Facts) -> bool:
-    """Return whether a model has latent attention, where that did not run.
-
-    Those of hybrid models are refused with these.
-    """
+    """Return whether a model that is no hybrid has latent attention, where that did not run."""
     if place.kind_of(config.model_config) not in (place.LATENT, place.SPARSE):
         return False
     return not _windows_of_latents(config, facts) and not _ran_on_ranks(config, facts)
@@ -96,11 +93,7 @@ def _experts(config: Any, facts: Facts) -> bool:
 
 
 def _two_block_sizes(config: Any, facts: Facts) -> bool:
-    """Return whether blocks of windows have more tokens than those of full attention.
-
-    As in Gemma 4, whose heads of full attention are larger, where kvcached gives all blocks the
-    same bytes.
-    """
+    """Return whether blocks of windows have more tokens than those of full attention (Gemma 4)."""
     text = getattr(config.model_config, "hf_text_config", None)
     return (
         not facts.contiguous

@@ -1,8 +1,6 @@
 """Registering kvcached's regions with vLLM's OffloadingConnector.
 
-Up to vLLM 0.28, its own registration assumes one dense tensor per layer and copies the bytes
-of other blocks. The regions registered here are the actual ones, so that a contiguous block is
-a single copy.
+Up to vLLM 0.28, its own registration takes one dense tensor per layer, and copies other blocks.
 """
 
 from __future__ import annotations
@@ -20,48 +18,26 @@ from kvpatch.upstream.kvcached_api import on_kvcached
 
 @dataclass
 class Rows:
-    """The first row of each region; kept on the ``OffloadingConnectorWorker``.
-
-    Attributes:
-        places: the address and the bytes of each first row.
-    """
+    """The address and bytes of each region's first row; kept on the connector's worker."""
 
     places: list[tuple[int, int]]
 
 
 def keep_elastic(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> bool:
-    """Return False: no cross-layer KV cache.
-
-    Wraps ``use_uniform_kv_cache``. With True vLLM would allocate one ``torch.zeros`` for
-    all layers, which bypasses kvcached. Only called with kvcached on: activation refuses
-    otherwise. Whole-block copies keep their speed, because whole blocks are registered, see
-    ``elastic_memory.regions``.
-    """
+    """Return False: a KV cache of all layers would be one ``torch.zeros``, not kvcached's."""
     return False
 
 
 def register_regions(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
-    """Register kvcached's regions with the OffloadingConnector's worker.
-
-    Replaces ``OffloadingConnectorWorker.register_kv_caches(kv_caches)``.
-
-    Raises:
-        Refusal: the model has a kind of KV cache that is not validated, or the
-            regions do not add up to the block size that the CPU tier was sized by.
-    """
+    """Register kvcached's regions with the worker instead; refused as in ``checked_regions``."""
     regions = checked_regions(instance, argument(args, kwargs, 0, "kv_caches"))
     instance._init_worker(canonical(regions))
 
 
 def checked_regions(worker: Any, kv_caches: dict[str, Any]) -> Regions:
-    """Return the regions of a worker's KV caches.
+    """Return the regions of an ``OffloadingConnectorWorker``, whose KV caches are given by layer.
 
-    Args:
-        worker: the ``OffloadingConnectorWorker``.
-        kv_caches: a KV cache tensor per layer name.
-
-    Raises:
-        Refusal: see ``register_regions``.
+    Refuses kinds of KV cache that are not validated, and regions that do not add up to a block.
     """
     config = worker.kv_cache_config
     check_kinds(config)
@@ -76,11 +52,7 @@ def checked_regions(worker: Any, kv_caches: dict[str, Any]) -> Regions:
 def check_regions(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Check the regions that vLLM derives itself from 0.29 on.
 
-    Wraps ``OffloadingConnectorWorker._init_worker(kv_caches)``.
-
-    Raises:
-        Refusal: the model has a kind of KV cache that is not validated, a region is
-            outside kvcached's memory, or the regions do not add up to a block.
+    Refuses as ``checked_regions``, and a region outside kvcached's memory.
     """
     canonical_caches = argument(args, kwargs, 0, "kv_caches")
     check_kinds(instance.kv_cache_config)
@@ -97,25 +69,12 @@ def check_regions(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 
 def remember(worker: Any, regions: list[Any]) -> None:
-    """Record the first row of each region.
-
-    Args:
-        worker: the ``OffloadingConnectorWorker``.
-        regions: int8 tensors of ``[num_blocks, bytes]``, as registered.
-    """
+    """Record the first row of each region: int8 tensors of ``[num_blocks, bytes]``."""
     state.attach(worker, Rows([(region.data_ptr(), int(region.shape[1])) for region in regions]))
 
 
 def check_size(worker: Any, block_bytes: int) -> None:
-    """Refuse regions that do not add up to the block size that the CPU tier was sized by.
-
-    Args:
-        worker: the ``OffloadingConnectorWorker``.
-        block_bytes: bytes of one block over all regions.
-
-    Raises:
-        Refusal: the sizes differ.
-    """
+    """Refuse regions that do not add up to the bytes per block that the CPU tier was sized by."""
     expected = worker.spec.config.worker_kv_bytes_per_block
     if block_bytes != expected:
         raise Refusal(

@@ -15,9 +15,8 @@ from kvpatch.patch import argument
 def around_build(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Keep the loads of this step out of what a preempted request is flushed of.
 
-    Wraps ``OffloadingConnectorScheduler.build_connector_meta(scheduler_output)`` of 0.25 to 0.32.
-    A request that a reset has preempted can be loaded in the next step already, in which it is
-    still named as preempted. No worker has that load yet, so nothing is to be waited for.
+    A request that a reset has preempted can be loaded in the next step, which still names it. No
+    worker has that load yet, so nothing is to be waited for.
     """
     output = argument(args, kwargs, 0, "scheduler_output")
     statuses = [instance._req_status.get(name) for name in output.preempted_req_ids or ()]
@@ -35,8 +34,7 @@ def around_build(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 def around_reset(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Reset the CPU tier again before a step, and keep what the next step waits for.
 
-    Wraps ``OffloadingConnectorScheduler.reset_cache()``. The copies that an earlier reset left to
-    the next step are set aside; any others mean that a step is being scheduled, as vLLM asserts.
+    Other copies than those of an earlier reset mean a step is being scheduled, as vLLM asserts.
     """
     waits_for = instance._current_batch_jobs_to_flush
     discarded = {job for job in waits_for if job < instance._stale_job_threshold}

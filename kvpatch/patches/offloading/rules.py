@@ -138,10 +138,7 @@ def has_no_hybrid_manager(config: Any, facts: Facts) -> bool:
 
 
 def has_whole_prompts(config: Any, facts: Facts) -> bool:
-    """Return whether prompts are not split.
-
-    The cells of latent attention ran so: vLLM's CPU backend splits none of their prompts.
-    """
+    """Return whether prompts are not split; on a CPU vLLM splits none with latent attention."""
     latent = config.model_config is not None and config.model_config.use_mla
     return not config.scheduler_config.enable_chunked_prefill and not latent
 

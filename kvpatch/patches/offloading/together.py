@@ -30,12 +30,7 @@ def _drafts(method: str) -> Callable[[Any, Facts], bool]:
 
 
 class Setting(NamedTuple):
-    """What an operator may turn on.
-
-    Attributes:
-        has: whether a configuration has it.
-        words: what it is in a sentence.
-    """
+    """What an operator may turn on: whether a configuration has it, and its words in a sentence."""
 
     has: Callable[[Any, Facts], bool]
     words: str

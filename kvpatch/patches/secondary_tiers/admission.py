@@ -17,21 +17,15 @@ from kvpatch.patches.secondary_tiers import weights
 
 @dataclass
 class Step:
-    """The step being scheduled; kept on the ``OffloadingConnectorScheduler``.
-
-    Attributes:
-        passed_over: a request was deferred for a tier in this step.
-    """
+    """Whether a request was deferred for a tier in this step; kept on the connector's scheduler."""
 
     passed_over: bool = False
 
 
 def around_matched_tokens(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Start no load behind a request that was deferred in the same step.
+    """Start no load behind a request that was deferred (None for its tokens) in the same step.
 
-    Wraps ``OffloadingConnectorScheduler.get_num_new_matched_tokens``, which returns a number
-    of tokens, or None to defer the request, and whether they are loaded asynchronously. The first
-    call for a request: what it computes depends on the weights as they are now.
+    The first call for a request: what it computes depends on the weights as they are now.
     """
     weights.usable(getattr(getattr(instance, "manager", None), "secondary_tiers", ()))
     tokens, loads = wrapped(*args, **kwargs)
@@ -43,10 +37,6 @@ def around_matched_tokens(wrapped: Any, instance: Any, args: Any, kwargs: Any) -
 
 
 def around_build(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Start a new step.
-
-    Wraps ``OffloadingConnectorScheduler.build_connector_meta``, the last call of a step
-    to the connector.
-    """
+    """Start a new step, in its last call to the connector."""
     state.of(instance, Step).passed_over = False
     return wrapped(*args, **kwargs)

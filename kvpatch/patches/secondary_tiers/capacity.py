@@ -69,11 +69,7 @@ class Folder(Ledger):
         root: the folder that the tiers share.
         limit: bytes of block files; 0 for no limit.
         patience: seconds for which another engine's transaction is waited for.
-
-    Attributes:
-        held: bytes of block files, as of the last transaction here.
         removed: told the size of every file that is removed.
-        adopting: the thread that finds files from before the ledger.
     """
 
     def __init__(
@@ -180,11 +176,7 @@ class Folder(Ledger):
                     _forget(database, _name(path))
 
     def settle(self) -> None:
-        """Write what was used to the ledger, for other engines.
-
-        Raises:
-            OSError: the ledger cannot be used.
-        """
+        """Write what was used to the ledger, for other engines; OSError if that cannot be used."""
         if self._uses and self.kept:
             with self._transaction():
                 pass

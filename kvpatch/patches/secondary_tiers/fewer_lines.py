@@ -10,13 +10,7 @@ _APART = 60.0  # seconds between two lines with one text
 
 
 class FewerLines(logging.Filter):
-    """Lets a line pass once a minute, and counts those in between.
-
-    Lines are the same if they have one template, whatever its arguments.
-
-    Args:
-        clock: returns seconds on a monotonic clock.
-    """
+    """Lets a line of a template pass once a minute, and counts those in between."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()

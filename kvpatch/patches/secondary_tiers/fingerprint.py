@@ -1,11 +1,9 @@
 """A fingerprint of all that makes the bytes of a block, so that only equal engines share files.
 
-vLLM names a block's file after the model name, the block size, the dtype and the number of
-ranks. Two engines that agree on these can still have different block layouts: kvcached has
-two, vLLM another, and the attention backend orders heads and tokens. They can also run
-different weights under one name, or the same weights with another configuration. So a digest of
-the layout, the configuration and the weights in the workers is part of every file's directory
-name, and so is the user: a folder is readable by one user only.
+vLLM names a block's file after model name, block size, dtype and ranks. Engines that agree on these
+can have different block layouts, attention backends, weights or configurations. So a digest of what
+the workers have is part of every directory's name, and so is the user: a folder is readable by one
+user only.
 """
 
 from __future__ import annotations
@@ -85,11 +83,7 @@ def describe(worker: Any) -> dict[str, Any]:
 
 
 def drafting_model(runner: Any) -> Any:
-    """Return the model that drafts tokens, whose layers have blocks too; None without one.
-
-    It is the ``drafter``'s of Model Runner V1 and the ``speculator``'s of V2; by n-grams there is
-    neither.
-    """
+    """Return the model that drafts tokens (V1's ``drafter``, V2's ``speculator``), or None."""
     owner = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
     return getattr(owner, "model", None)
 
@@ -261,11 +255,7 @@ def _digest(executor: Any) -> str:
 
 
 def around_kv_caches(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Collect the workers' descriptions, and which files they share, if a tier is configured.
-
-    Wraps ``EngineCore._initialize_kv_caches``, after which the workers have their
-    memory and before which no tier exists.
-    """
+    """Collect the workers' descriptions, and which files they share, before a tier exists."""
     global _described, _weights
     _described = _weights = None
     shared_memory.expect([])
@@ -297,12 +287,9 @@ def without_folders() -> Iterator[None]:
 def around_file_mapper(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Add the digest of the workers' descriptions, and the user, to the directory name.
 
-    Wraps ``FileMapper.from_offloading_spec``. vLLM also lets engines with different numbers of
-    ranks share a directory if heads are the outermost dimension of its blocks; in kvcached's
-    blocks the layers are.
-
-    Raises:
-        Refusal: the workers have not been described yet, or the directory is not this user's.
+    vLLM also lets engines with different numbers of ranks share a directory if heads are the
+    outermost dimension of its blocks; in kvcached's blocks the layers are. Refused before there is
+    a digest, or where the directory is not this user's.
     """
     if _described is None:
         raise Refusal(

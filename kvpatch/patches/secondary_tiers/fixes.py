@@ -18,10 +18,8 @@ from kvpatch.telemetry.counters import Totals
 def hold_promotions(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Let promotions wait for the copies that were in flight when the CPU tier was reset.
 
-    Wraps ``OffloadingConnectorScheduler.build_connector_meta``, which hands promotions to the
-    tiers at once. A reset frees the chunks of all copies, and the workers wait for these copies
-    only when they are given the step that is being built. vLLM forgets the copies with the reset,
-    so that the fence is asked, which counts each until every worker has reported it.
+    A reset frees the chunks of all copies, and the workers wait for these only in the step that is
+    being built. vLLM forgets them; the fence counts each until every worker has reported it.
     """
     fenced = state.find(instance, Fenced)
     manager = instance.manager
@@ -41,11 +39,7 @@ def _older_than_reset(fenced: Fenced, planner: Any) -> bool:
 
 
 def count_disk_hits(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Count the tokens that a request loads of blocks that were promoted for it.
-
-    Wraps ``OffloadingConnectorScheduler.update_state_after_alloc(request, blocks,
-    num_external_tokens)``, after which vLLM counts a hit, in the same step.
-    """
+    """Count the tokens that a request loads of promoted blocks, before vLLM counts the hit."""
     result = wrapped(*args, **kwargs)
     totals = state.find(instance, Totals)
     if totals is None or totals.fuse.off:

@@ -71,12 +71,9 @@ class FirstAnswers(PatientLookups):
     """Lookups up to vLLM 0.29, with support for two results for one block."""
 
     def drain_results(self) -> None:
-        """Keep the first result for each block.
+        """Keep the first result for each block: two requests, one aborted, produce two.
 
-        A request that is aborted during its lookup, and another request for the same block,
-        produce two results. vLLM 0.28 and 0.29 treat the second one as an internal error and
-        end the engine; earlier releases use it. From 0.30 on lookups are numbered, and the
-        second result is recognized.
+        vLLM 0.28 and 0.29 end the engine at the second; from 0.30 on lookups are numbered.
         """
         while not self._pending_results.empty():
             for key, found in self._pending_results.get_nowait():
@@ -147,12 +144,7 @@ def _warn_of_random_hashes() -> None:
 
 
 def _folder_of(tier: Any, root: str) -> Folder:
-    """Return the folder of a tier, with its size; its older files are found by a thread.
-
-    Raises:
-        Refusal: its size is less than one block.
-        OSError: it cannot have a ledger.
-    """
+    """Return a tier's folder, whose older files a thread finds; refused with less than a block."""
     limit, file = size_of(root), tier._block_size + SEAL
     if 0 < limit < file:
         raise Refusal(
@@ -169,9 +161,7 @@ def _folder_of(tier: Any, root: str) -> Folder:
 
 
 class PatientFileSystemTier(FileSystemTierManager):  # type: ignore[misc]
-    """vLLM's ``fs`` tier; while it is late, it is not used.
-
-    Its directories are accessible to this user only.
+    """vLLM's ``fs`` tier; while it is late, it is not used. Its directories are this user's only.
 
     Attributes:
         weights: whether the blocks of the engine are those of the tier's folder.
@@ -247,10 +237,7 @@ class PatientFileSystemTier(FileSystemTierManager):  # type: ignore[misc]
 
 
 def around_tier_class(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Return ``PatientFileSystemTier`` for vLLM's ``fs``, ``SealedObjectTier`` for its ``obj``.
-
-    Wraps ``SecondaryTierFactory.get_tier_class``.
-    """
+    """Return ``PatientFileSystemTier`` for vLLM's ``fs``, ``SealedObjectTier`` for its ``obj``."""
     found = wrapped(*args, **kwargs)
     if found.__name__ == "ObjectStoreSecondaryTierManager":
         from kvpatch.patches.secondary_tiers.objects import SealedObjectTier  # it needs NIXL

@@ -18,11 +18,7 @@ from kvpatch.patches.secondary_tiers.block_files import load_blocks, store_block
 
 
 def split_promotions(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
-    """Promote every block in a separate job.
-
-    Wraps ``TieringOffloadingManager._flush_pending_promotions``. vLLM discards all blocks of a
-    job with one damaged file, including those that were read.
-    """
+    """Promote each block in a job of its own: vLLM discards all of one with a damaged file."""
     for tier, waiting in instance._pending_load_submissions.items():
         instance._pending_load_submissions[tier] = {
             (request, key): replace(entry, keys=[key], block_ids=[block])
@@ -33,11 +29,7 @@ def split_promotions(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Non
 
 
 def around_prepare_store(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Store the last blocks of a request that has finished.
-
-    Wraps ``TieringOffloadingManager.prepare_store``, which 0.25 and 0.26 call one step after
-    the manager has dropped the request's state, and which fails without it.
-    """
+    """Store the last blocks of a request that has finished, whose state vLLM has dropped."""
     context = argument(args, kwargs, 1, "req_context")
     known = instance._req_state
     if context.req_id in known:
@@ -57,11 +49,7 @@ _buffered: set[str] = set()
 
 
 def store_block(dest_path: str, buffer: memoryview, offset: int, block_size: int) -> None:
-    """Write one block; replaces vLLM's function of that name.
-
-    Raises:
-        OSError, ValueError: as ``block_files.store_blocks``.
-    """
+    """Write one block, as vLLM's function of that name; raises as ``store_blocks``."""
     folder = _folder(dest_path)
     try:
         store_blocks([dest_path], buffer, [offset], block_size, folder not in _buffered)
@@ -73,11 +61,7 @@ def store_block(dest_path: str, buffer: memoryview, offset: int, block_size: int
 
 
 def load_block(source_path: str, view: memoryview, offset: int, block_size: int) -> None:
-    """Read one block; replaces vLLM's function of that name.
-
-    Raises:
-        OSError, ValueError: as ``block_files.load_blocks``.
-    """
+    """Read one block, as vLLM's function of that name; raises as ``load_blocks``."""
     folder = _folder(source_path)
     try:
         load_blocks([source_path], view, [offset], block_size, folder not in _buffered)

@@ -15,8 +15,7 @@ PARTS = 32  # at most, by _REGION_SEGMENTS in vLLM's kv_offload/cpu/spec.py
 def around_kv_caches(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Let the parts of the primary tier go with the claim on their engine_id.
 
-    Wraps ``EngineCore._initialize_kv_caches(vllm_config)``, in which the workers make the parts
-    and, when all have opened them, remove their names. Those of a worker that was killed between
+    The workers remove their names when all have opened them; those of one that was killed between
     would stay, and the next engine with this engine_id would not start.
     """
     transfer = argument(args, kwargs, 0, "vllm_config").kv_transfer_config

@@ -20,10 +20,8 @@ class Promoted:
 def around_promotion(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> bool:
     """Promote a block once per request, and no more blocks than the primary tier holds.
 
-    Wraps ``TieringOffloadingManager._initiate_promotion(tier_idx, key, req_context)``, which
-    takes the tier itself up to 0.27. A prompt with more blocks than the primary tier would
-    evict its first blocks for its last, promote the first again, and never run. Nor would a
-    prompt with a damaged block file, which 0.27 requests in every step.
+    A prompt with more would evict its first blocks for its last, promote the first again, and never
+    run; nor would one with a damaged file, which 0.27 requests in every step.
     """
     key = argument(args, kwargs, 1, "key")
     context = argument(args, kwargs, 2, "req_context")
@@ -37,10 +35,7 @@ def around_promotion(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> boo
 
 
 def around_lookup(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Treat blocks that a late tier has not promoted yet as misses.
-
-    Wraps ``TieringOffloadingManager.lookup``, whose result would defer the request again.
-    """
+    """Treat blocks that a late tier has not promoted yet as misses, which vLLM would wait for."""
     miss, later = lookup_results()
     result = wrapped(*args, **kwargs)
     if result in later and any(getattr(tier, "late", False) for tier in instance.secondary_tiers):

@@ -30,12 +30,8 @@ def path_of(engine_id: str) -> Path:
 def around_engine_core(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Refuse an engine whose primary tier would be another engine's memory.
 
-    Wraps ``EngineCore.__init__``. vLLM names the memory after ``engine_id``, and opens existing
-    memory of that name, because the workers of an engine share it in this way. It does so once
-    the model is loaded, so that an engine that started meanwhile is not seen by the file alone.
-
-    Raises:
-        Refusal: another engine has this ``engine_id``, or its memory is there.
+    vLLM opens existing memory of an ``engine_id``, because workers share it so, once the model is
+    loaded: an engine that started meanwhile is not seen by the file alone.
     """
     config = argument(args, kwargs, 0, "vllm_config")
     # A stand-in for a configuration may have none; vLLM has its own words for that.
@@ -76,24 +72,16 @@ def files(worker: Any) -> dict[str, tuple[int, int]]:
 
 
 def expect(of_workers: list[dict[str, tuple[int, int]]]) -> None:
-    """Let the scheduler map the file that all workers have, and no other.
-
-    Args:
-        of_workers: by worker its ``files``; none if no tier reads what the scheduler maps.
-    """
+    """Let the scheduler map the file that is in the ``files`` of all workers, and no other."""
     _of_workers[:] = of_workers
 
 
 def around_region(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Refuse shared memory that another user made, or that not all of the engine share.
 
-    Wraps ``SharedOffloadRegion.__init__(engine_id, num_chunks, rank, ...)``, which joins any file
-    of its name, waits for one of the wrong size, and makes one that is missing. Up to 0.25 the id
-    is called ``instance_id``. Of the scheduler, from which tiers read, there is no rank.
-
-    Raises:
-        Refusal: the file is another user's, or open to others, or the name was removed or
-            replaced since a worker mapped it.
+    vLLM joins any file of its name, waits for one of the wrong size, and makes one that is missing.
+    Up to 0.25 the id is called ``instance_id``. Of the scheduler, from which tiers read, there is
+    no rank.
     """
     name = (
         kwargs["instance_id"] if "instance_id" in kwargs else argument(args, kwargs, 0, "engine_id")

@@ -22,12 +22,7 @@ def patience() -> float:
 
 
 class Unanswered:
-    """The start times of pending calls to a tier, oldest first.
-
-    Args:
-        limit: seconds after which a pending call is late.
-        clock: returns seconds on a monotonic clock.
-    """
+    """The start times of pending calls to a tier, oldest first; late after ``limit`` seconds."""
 
     def __init__(self, limit: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.limit = limit
@@ -51,10 +46,7 @@ class Unanswered:
     ) -> None:
         """Run a task of the tier, pending until it returns; ``progressed`` starts it anew.
 
-        Args:
-            question: what tells the task apart.
-            task: what runs.
-            moved: is told the bytes of each block that the disk has taken or given.
+        ``moved`` is told the bytes of each block that the disk has taken or given.
         """
         self.asked(question)
 
@@ -82,11 +74,7 @@ class Unanswered:
 
 
 def progressed(size: int) -> None:
-    """Record that the disk has responded to this thread's task, which goes on.
-
-    Args:
-        size: bytes of the block that it has taken or given; 0 for one that it had.
-    """
+    """Record that the disk has responded to this thread's task with a block; 0 for one it had."""
     told = getattr(_thread, "progressed", None)
     if told is not None:
         told(size)

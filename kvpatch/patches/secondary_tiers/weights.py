@@ -82,22 +82,13 @@ class Weights:
 
 @dataclass
 class Calls:
-    """Kept on the ``EngineCore``.
-
-    Attributes:
-        unanswered: a worker's method for replacing weights was called, and no reset has been of
-            all caches since.
-    """
+    """Whether weights may have been replaced since all caches were reset; on the ``EngineCore``."""
 
     unanswered: bool = False
 
 
 def around_call(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Take the weights for replaced by any call to the workers from outside.
-
-    Wraps ``EngineCore.collective_rpc`` and ``EngineCore.wake_up``. vLLM's own calls, of every
-    step, do not pass here.
-    """
+    """Take the weights for replaced by any call to the workers from outside."""
     try:
         return wrapped(*args, **kwargs)
     finally:
@@ -118,11 +109,7 @@ def _replaces(args: Any, kwargs: Any) -> bool:
 
 
 def around_reset(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Reset all caches after weights may have been replaced, and note when all were reset.
-
-    Wraps ``EngineCore.reset_prefix_cache(reset_running_requests=False, reset_connector=False)``,
-    which returns whether that succeeded.
-    """
+    """Reset all caches after weights may have been replaced, and note when all were reset."""
     calls = state.of(instance, Calls)
     given = len(args) > 1 or "reset_connector" in kwargs
     whole = given and bool(argument(args, kwargs, 1, "reset_connector"))

@@ -1,8 +1,6 @@
 """vLLM's SimpleCPUOffloadConnector on kvcached's memory.
 
-The connector holds a reference to every block that one of its copies uses, so that no page is
-freed during a copy. The modules here provide what else it requires of its memory and its block
-pool.
+It holds a reference to every block that its copies use, so that no page is freed during a copy.
 """
 
 from __future__ import annotations

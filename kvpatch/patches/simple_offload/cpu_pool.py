@@ -1,9 +1,4 @@
-"""The connector's pool of CPU blocks stays vLLM's own.
-
-The connector creates that pool with the class that manages the GPU's blocks, and
-kvcached gives every instance of the class a pool on GPU memory. Allocating a CPU block
-would then map a GPU page, and freeing one would unmap live KV.
-"""
+"""The connector's pool of CPU blocks stays vLLM's own, though its class is the GPU's."""
 
 from __future__ import annotations
 
@@ -16,14 +11,7 @@ _for_cpu: ContextVar[bool] = ContextVar("kvpatch_coordinator_for_cpu", default=F
 
 
 def around_cpu_coordinator(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Create the coordinator of the CPU blocks with vLLM's own block pool.
-
-    Wraps ``get_kv_cache_coordinator`` in the connector's module; the GPU's coordinator is
-    created through another module.
-
-    Raises:
-        Refusal: the pool is kvcached's nevertheless.
-    """
+    """Create the coordinator of the CPU blocks with vLLM's own block pool, or refuse."""
     token = _for_cpu.set(True)
     try:
         coordinator = wrapped(*args, **kwargs)
@@ -40,9 +28,5 @@ def around_cpu_coordinator(wrapped: Any, instance: Any, args: Any, kwargs: Any) 
 
 
 def around_setup(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Leave a coordinator of CPU blocks unchanged.
-
-    Wraps ``KVCacheCoordinator._setup_kvcached_coordinator``, in which kvcached replaces
-    vLLM's pool by its own.
-    """
+    """Leave a coordinator of CPU blocks its pool, where kvcached replaces it by its own."""
     return None if _for_cpu.get() else wrapped(*args, **kwargs)

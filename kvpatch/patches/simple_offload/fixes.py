@@ -14,10 +14,7 @@ from kvpatch.patch import argument
 def around_match(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Load nothing for a request that asks to compute every token, as from 0.30 on.
 
-    Wraps ``SimpleCPUOffloadScheduler.get_num_new_matched_tokens(request, num_computed_tokens)``.
-    The log-probabilities of a prompt, and what is pooled of each token, come of the computation;
-    those of loaded tokens are memory that nobody wrote. The connector is not asked: it would keep
-    the hit for a request that takes none.
+    See ``offloading.legacy``. The connector is not asked: it would keep the hit.
     """
     if argument(args, kwargs, 0, "request").skip_reading_prefix_cache:
         return 0, False
@@ -27,9 +24,8 @@ def around_match(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 def before_reset(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Release the hits of requests that wait, which look them up again.
 
-    Wraps ``SimpleCPUOffloadScheduler.reset()`` of 0.24 to 0.31. A hit is pinned from the lookup
-    until its request gets blocks; one pin is enough for the tier to refuse the reset, and to serve
-    what it holds of the weights before.
+    One that is pinned is enough for the tier to refuse the reset, and to serve what it holds of the
+    weights before.
     """
     for hit in instance._pending_cpu_hits.values():
         instance._free_pending_cpu_hit(hit)

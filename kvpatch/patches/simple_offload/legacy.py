@@ -59,10 +59,7 @@ class LinkedOrder(EvictionOrder):
 
 
 def around_bind(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
-    """Provide kvcached's pool with vLLM's attribute ``blocks``, and with lazy mode's queue.
-
-    Wraps ``SimpleCPUOffloadScheduler.bind_gpu_block_pool``.
-    """
+    """Provide kvcached's pool with vLLM's attribute ``blocks``, and with lazy mode's queue."""
     wrapped(*args, **kwargs)
     pool = instance._gpu_block_pool
     pool.blocks = pool.kv_block_pool
@@ -70,10 +67,7 @@ def around_bind(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
 
 
 def around_has_requests(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> bool:
-    """Keep an engine of 0.19 to 0.23 stepping while blocks wait for a copy.
-
-    Wraps ``Scheduler.has_requests``.
-    """
+    """Keep an engine of 0.19 to 0.23 stepping while blocks wait for a copy."""
     schedulers = (
         getattr(part, "scheduler_manager", None) for part in connectors.parts(instance.connector)
     )
@@ -82,12 +76,7 @@ def around_has_requests(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> 
 
 
 class AlsoUnderWay:
-    """A CPU pool's blocks by hash, including those that are still being stored.
-
-    Args:
-        stored: the pool's own ``BlockHashToBlockMap``.
-        under_way: blocks of stores in flight, by hash.
-    """
+    """A CPU pool's blocks by hash, including those that are still being stored."""
 
     def __init__(self, stored: Any, under_way: dict[Any, Any]) -> None:
         self._stored = stored
@@ -102,11 +91,7 @@ class AlsoUnderWay:
 
 
 def around_eager_stores(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Exclude blocks that are being stored from the stores of later steps.
-
-    Wraps ``SimpleCPUOffloadScheduler._prepare_eager_store_specs`` of 0.19 to 0.21, which
-    excludes only the blocks of its own step and those whose store has completed.
-    """
+    """Exclude blocks that earlier steps are still storing, as vLLM does those of its own step."""
     pool = instance.cpu_block_pool
     stored = pool.cached_block_hash_to_block
     under_way = {
@@ -139,21 +124,14 @@ def ordered_backend(backend: Any) -> Any:
 
 
 def around_load(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
-    """Let a load wait for the computation that was launched before it.
-
-    Wraps ``DmaCopyBackend.launch_copy(src_blocks, dst_blocks, is_store, ...)`` of 0.24 and 0.25,
-    whose blocks may have left a window that a step in flight still reads.
-    """
+    """Let a load wait for the step in flight, which may read a window that its blocks left."""
     if not argument(args, kwargs, 2, "is_store"):
         _after_computation(instance._load_stream)
     wrapped(*args, **kwargs)
 
 
 def _after_computation(stream: Any) -> None:
-    """Let a stream of copies wait for the computation that was launched before.
-
-    Called before a copy is queued, because a thread launches it later.
-    """
+    """Let a stream wait for the computation so far, before a thread launches the copy."""
     from vllm.v1.simple_kv_offload.worker import torch
 
     stream.wait_stream(torch.cuda.current_stream())

@@ -12,9 +12,7 @@ from kvpatch.refusal import Halted
 def around_pending_work(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> bool:
     """Keep the engine stepping while blocks wait for a copy; it becomes idle afterwards.
 
-    Wraps ``has_pending_push_work`` of ``SimpleCPUOffloadConnector``, vLLM's hook for a
-    connector to request steps. The connector observes in a step that a copy has completed;
-    without a step, the pages of the blocks that it holds stay mapped while the engine is idle.
+    The connector observes in a step that a copy has completed, until which pages stay mapped.
     """
     if wrapped(*args, **kwargs):
         return True
@@ -35,10 +33,7 @@ def waits_for_copies(scheduler: Any) -> bool:
 
 
 def around_shutdown(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Wait for copies in flight before kvcached unmaps the memory they touch.
-
-    Wraps ``shutdown`` of ``SimpleCPUOffloadConnector``, which does nothing.
-    """
+    """Wait for copies in flight before kvcached unmaps the memory they touch."""
     worker = instance.worker_handler
     if worker is not None and worker._backend is not None:
         worker._backend.shutdown()  # launches the queued copies, so that each has an event

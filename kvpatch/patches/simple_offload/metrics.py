@@ -23,10 +23,7 @@ def block_bytes(scheduler: Any) -> int:
 
 
 def around_plan(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Count the store and the load of one step.
-
-    Wraps ``SimpleCPUOffloadScheduler.build_connector_meta(scheduler_output)``.
-    """
+    """Count the store and the load of one step."""
     meta = wrapped(*args, **kwargs)
     totals = state.find(instance, Totals)
     if totals is None or totals.fuse.off:

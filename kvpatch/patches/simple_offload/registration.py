@@ -21,12 +21,7 @@ from kvpatch.upstream.kvcached_api import on_kvcached
 def around_register(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
     """Register kvcached's regions, each as a tensor with a storage of exactly its size.
 
-    Wraps ``SimpleCPUOffloadWorker.register_kv_caches(kv_caches)``, which runs unchanged
-    on them.
-
-    Raises:
-        Refusal: the model has a kind of KV cache that is not validated, or worker and
-            scheduler count different numbers of blocks of the CPU tier.
+    Refuses kinds of KV cache that are not validated, and another size of tier than the scheduler's.
     """
     import torch
 
@@ -55,11 +50,7 @@ def around_register(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None
 def around_register_placed(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
     """Register kvcached's pools, with a KV cache config that matches their allocations.
 
-    Wraps ``SimpleCPUOffloadWorker.register_kv_caches(kv_caches)`` from vLLM 0.29 on.
-
-    Raises:
-        Refusal: the model has a kind of KV cache that is not validated, a region is not
-            kvcached's, or the regions do not add up to a block.
+    From vLLM 0.29 on. Refuses as ``around_register``, and memory that is not kvcached's.
     """
     plan = instance.kv_cache_config
     check_kinds(plan)
@@ -105,12 +96,7 @@ def _other_memory() -> Refusal:
 
 
 def check_tier(worker: Any, blocks: int) -> None:
-    """Compare the worker's number of CPU tier blocks with the scheduler's.
-
-    Raises:
-        Refusal: the scheduler, which sizes the tier by the KV cache config, has another
-            number.
-    """
+    """Refuse a CPU tier of another number of blocks than the scheduler's by the KV cache config."""
     from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler
 
     plan = SimpleCPUOffloadScheduler._derive_cpu_config(

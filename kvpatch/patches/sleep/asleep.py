@@ -54,11 +54,7 @@ class Asleep:
 
 
 def around_sleep(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Suspend the engine before a sleep of level 1. Wraps ``EngineCore.sleep(level=1, mode)``.
-
-    Returns:
-        what vLLM's returns, or a future of it.
-    """
+    """Suspend the engine before a sleep of level 1; return what vLLM's does, or a future of it."""
     level = argument(args, kwargs, 0, "level") if args or "level" in kwargs else _KEEPS
     mode = argument(args, kwargs, 1, "mode") if len(args) > 1 or "mode" in kwargs else "abort"
     suspension = state.find(instance, Suspension)
@@ -79,14 +75,7 @@ def around_sleep(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 
 def around_release(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Give the pages of an engine back whose caches were dropped.
-
-    Wraps ``EngineCore.release_kv_cache_memory()``, after which nothing is to be stored, and which
-    ends in ``wake_up``.
-
-    Returns:
-        what vLLM's returns, or a future of it.
-    """
+    """Give the pages of an engine back whose caches were dropped; returns as ``around_sleep``."""
     wrapped(*args, **kwargs)
     suspension = state.find(instance, Suspension)
     if suspension is None:
@@ -106,11 +95,7 @@ def _suspend(
     sleep: Callable[[], Any],
     otherwise: str,
 ) -> Future[None]:
-    """Suspend an engine until it wakes up, and let it fall asleep once it is suspended.
-
-    Returns:
-        a future of that.
-    """
+    """Suspend an engine until it wakes up; return a future of its falling asleep then."""
     pending: Future[None] = Future()
     begins = suspension.phase not in (*ON_THE_WAY, Phase.SUSPENDED)
     begin()
@@ -180,8 +165,7 @@ def _stays_awake(asleep: Asleep, suspension: Suspension) -> None:
 def around_reset(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Leave the connector's cache in a sleep that keeps it.
 
-    Wraps ``EngineCore._reset_caches(reset_running_requests=True, reset_connector=True)``. Where
-    weights were replaced before, ``secondary_tiers.reset_caches`` resets it all the same.
+    Where weights were replaced, ``secondary_tiers.reset_caches`` resets it all the same.
     """
     asleep = state.find(instance, Asleep)
     if asleep is None:
@@ -197,9 +181,7 @@ def around_reset(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 def around_call(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Reset all caches where the weights of what a sleep kept were replaced.
 
-    Wraps ``EngineCore.collective_rpc(method, ...)``, the calls from outside. While the engine
-    sleeps, whatever its workers are asked may replace weights, and is taken for it; what it kept
-    may go once it is awake.
+    While it sleeps, any call from outside is taken for that; what it kept goes once it is awake.
     """
     asleep = state.find(instance, Asleep)
     try:
@@ -222,10 +204,7 @@ def _forget(instance: Any, asleep: Asleep) -> None:
 
 
 def around_wake_up(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Resume an engine that was suspended for its sleep. Wraps ``EngineCore.wake_up(tags=None)``.
-
-    It returns whether everything is back.
-    """
+    """Resume an engine that was suspended for its sleep, once everything is back."""
     awake = wrapped(*args, **kwargs)
     asleep = state.find(instance, Asleep)
     if awake and asleep is not None:

@@ -9,11 +9,7 @@ from kvpatch.versions import Facts
 
 
 def _settings(config: Any) -> list[str]:
-    """Return the settings with which vLLM can take memory from a running engine.
-
-    Sleep mode implies the allocator on CUDA, which vLLM 0.16 to 0.19 have without a setting of
-    its own.
-    """
+    """Return the settings, in words, with which vLLM can take memory from a running engine."""
     names = {"enable_sleep_mode": "sleep mode", "enable_cumem_allocator": "the cumem allocator"}
     return [said for name, said in names.items() if getattr(config.model_config, name, False)]
 

@@ -15,10 +15,8 @@ _LEAST = 4096  # chunks that are kept without a look at whether their blocks are
 class Chunks:
     """The chunks that are known, by the keys of their blocks; kept on a ``Spill``.
 
-    Args:
-        size: blocks of a chunk; with 1 a block is its own, and nothing is noted.
-
     Attributes:
+        size: blocks of a chunk; with 1 a block is its own, and nothing is noted.
         noted: of requests that are there, by name, the blocks whose chunks are known.
     """
 

@@ -13,11 +13,7 @@ LOOK = 2048  # blocks at a time; about a millisecond
 
 
 class Coldest:
-    """The pages that no request uses, the coldest first.
-
-    Args:
-        pool: kvcached's block pool.
-    """
+    """The pages of kvcached's pool that no request uses, the coldest first."""
 
     def __init__(self, pool: Any) -> None:
         self._pool = pool
@@ -30,11 +26,7 @@ class Coldest:
         self._look = LOOK
 
     def next(self, taken: Container[int]) -> Page | None:
-        """Return the coldest page that is left, and take it; None if there is none.
-
-        Args:
-            taken: blocks of pages that were returned before and are not evicted yet.
-        """
+        """Take the coldest page that is left, but none of blocks that are ``taken``; or None."""
         while True:
             while self._found:
                 page = self._found.popleft()

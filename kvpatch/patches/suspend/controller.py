@@ -19,12 +19,7 @@ _NONE = -1  # kvcached's for no bound
 class Controller:
     """Who moves an engine's limit, as far as the engine hears of it.
 
-    Args:
-        pool: kvcached's ``ElasticBlockPool``.
-
-    Attributes:
-        alone: bytes of the limit that the engine is to have without its controller; None for the
-            one that it has.
+    ``alone`` is the limit in bytes that the engine is to have without it; None for the one it has.
     """
 
     def __init__(self, pool: Any) -> None:
@@ -48,10 +43,7 @@ class Controller:
         return 0 < self._until < time.monotonic()
 
     def advance(self) -> int | None:
-        """Return the limit to take once it is gone, and set kvcached's bound again.
-
-        Called at every step. What is above the bound goes when the next request ends.
-        """
+        """Return the limit to take once it is gone, and set kvcached's bound; at every step."""
         if not self.is_gone:
             return None
         self._until = 0.0

@@ -1,5 +1,4 @@
-"""What the metrics say of an engine that gives memory back: seconds suspended, blocks spilled and
-restored.
+"""Seconds suspended, and blocks spilled and restored, of an engine that gives memory back.
 
 A block is spilled when its store into the CPU tier begins, and restored when its load from there
 does: an engine of vLLM ends where a copy fails.
@@ -18,12 +17,7 @@ LOOKS = 3  # chunks that are looked at for each that is spilled: with all at onc
 
 
 class Counts:
-    """The counts of one engine since its start; kept on its ``Spill``.
-
-    Written on the engine's thread, and read on others without a lock.
-
-    Args:
-        tier: the ``Tier`` that blocks are spilled into.
+    """The counts of one engine since its start, written on its thread only; kept on its ``Spill``.
 
     Attributes:
         spilled: blocks by reason, of ``REASONS``.

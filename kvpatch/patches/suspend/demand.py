@@ -38,11 +38,7 @@ def demand(engine: Any) -> dict[str, Any]:
 
 
 def device(engine: Any) -> str:
-    """Return the name of an engine's devices, which no other device of the machine has.
-
-    Raises:
-        Cannot: vLLM does not know it.
-    """
+    """Return the name of an engine's devices, no other's on the machine; Cannot without one."""
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():

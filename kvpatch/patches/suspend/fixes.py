@@ -10,11 +10,7 @@ from kvpatch.patches.suspend import simple
 
 
 def around_store_specs(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Add the blocks of a spill to the store of a step.
-
-    Wraps ``SimpleCPUOffloadScheduler.prepare_store_specs``, which returns device blocks, CPU
-    blocks and requests. When the copy has completed, vLLM looks for the hash on the CPU block.
-    """
+    """As ``simple.around_store_specs``; vLLM looks for the hash on a copied CPU block."""
 
     def with_events(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
         return (*wrapped(*args, **kwargs), None)

@@ -64,15 +64,11 @@ class Stage(str, Enum):
 class Giving:
     """Gives the pages of an engine back; kept on its ``EngineCore`` and on kvcached's manager.
 
-    Args:
-        engine: the ``EngineCore``.
-        spill: stores into the tier of its connector.
-        may: whether it may begin; a suspension uses the same stores.
+    A suspension uses the same stores, so that it begins only if it ``may``.
 
     Attributes:
         lost: blocks that were evicted without a copy, since the engine started.
         given: pages that were given back, since the engine started.
-        manager: kvcached's, of the engine's pages.
         busy_at: when the engine last had something to do, by the monotonic clock.
         rested_for: the ``busy_at`` after which everything was given back.
     """
@@ -105,12 +101,7 @@ class Giving:
     # What begins it
 
     def lower(self, size: int, apply: Callable[[int], bool]) -> bool:
-        """Take a new limit up, on any thread; return whether it is applied now.
-
-        Args:
-            size: bytes of the K or V of one layer.
-            apply: kvcached's own ``resize``.
-        """
+        """Take up a limit in bytes of one layer's K or V, on any thread; whether it is applied."""
         pages = size // self.manager.page_size
         fits = pages >= kvcached_api.pages_in_use(self.manager)
         changes = self._limit is not None or pages != kvcached_api.pages_at_most(self.manager)
@@ -359,11 +350,7 @@ class Giving:
 
 
 def around_resize(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> bool:
-    """Store what a lower limit evicts before it is applied.
-
-    Wraps kvcached's ``KVCacheManager.resize(new_mem_size)``, which is called in every allocation
-    with the limit that is in the pool in /dev/shm.
-    """
+    """Store what a lower limit evicts before it is applied; called in every allocation."""
     size = int(argument(args, kwargs, 0, "new_mem_size"))
     giving = state.find(instance, Giving)
     if giving is None:
@@ -372,14 +359,7 @@ def around_resize(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> bool:
 
 
 def around_memory_limit(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Refuse a limit that kvcached would call applied and not keep.
-
-    Wraps kvcached's ``KVCacheManager.set_memory_limit(limit_bytes, *, revision)``, which changes
-    the page allocator alone: the next allocation applies the limit in /dev/shm over it.
-
-    Raises:
-        ValueError: on an engine that stores what a lower limit evicts.
-    """
+    """Refuse, by ValueError, a limit by revision: the next allocation applies that of /dev/shm."""
     if state.find(instance, Giving) is None:
         return wrapped(*args, **kwargs)
     raise ValueError(

@@ -23,10 +23,7 @@ from kvpatch.upstream import connectors, kvcached_api
 
 
 def around_engine_start(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
-    """Let an engine in a process of its own listen. Wraps ``EngineCore.__init__``.
-
-    An engine in the caller's process has no thread that would take a question.
-    """
+    """Let an engine that has a process, and so a thread for questions, of its own listen."""
     wrapped(*args, **kwargs)
     if not hasattr(instance, "input_queue"):
         return
@@ -50,10 +47,7 @@ def _idle_seconds() -> float | None:
 
 
 def make(engine: Any) -> Suspension:
-    """Attach the suspension of an engine, whether or not it can be used, and what gives pages back.
-
-    The latter only with a tier that what is evicted can be stored in.
-    """
+    """Attach the suspension of an engine, usable or not, and with a tier what gives pages back."""
     why_not = rules.why_not(engine.vllm_config, record.facts, record.lifted)
     connector = engine.scheduler.connector
     tier: Tier | None = None
@@ -109,8 +103,5 @@ def around_has_requests(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> 
 
 
 def around_pause_state(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
-    """Keep a suspended engine paused whatever vLLM is told.
-
-    Wraps ``Scheduler.set_pause_state(pause_state)``.
-    """
+    """Keep a suspended engine paused whatever vLLM is told."""
     hold.around_pause_state(wrapped, instance, argument(args, kwargs, 0, "pause_state"))

@@ -92,13 +92,7 @@ class OffloadingTier(Tier):
 
 
 def note(planner: Any, chunks: Chunks, pool: Any) -> None:
-    """Note the chunks of the requests that the connector knows, as far as they are hashed.
-
-    Args:
-        planner: the ``OffloadingConnectorScheduler``.
-        chunks: those that are known.
-        pool: kvcached's.
-    """
+    """Note the chunks of the requests that the connector knows, as far as they are hashed."""
     from vllm.v1.kv_offload.base import make_offload_key
 
     if chunks.full:
@@ -119,10 +113,7 @@ def note(planner: Any, chunks: Chunks, pool: Any) -> None:
 
 
 def around_store_jobs(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> dict[int, Any]:
-    """Add the blocks of a spill to the stores of a step.
-
-    Wraps ``OffloadingConnectorScheduler._build_store_jobs``, whose result the fence sees.
-    """
+    """Add the blocks of a spill to the stores of a step, which the fence sees."""
     jobs: dict[int, Any] = wrapped(*args, **kwargs)
     spill = state.find(instance, Spill)
     if spill is not None and spill.counts.away:
@@ -200,10 +191,8 @@ def _yes() -> bool:
 def accept(manager: Any, keys: list[bytes], context: Any) -> tuple[list[bytes], Any]:
     """Return the chunks that the tier has or takes in, and what it takes; None if it takes none.
 
-    A tier takes all of a store or nothing: with some of its blocks in use, a smaller one fits.
-
-    What ``store_threshold`` keeps out because it was asked for too rarely is taken in: the
-    alternative is to lose it.
+    It takes all of a store or nothing: with some of its blocks in use, a smaller one fits. What
+    ``store_threshold`` keeps out is taken in: the alternative is to lose it.
     """
     counter = getattr(manager, "primary_tier", manager)
     counts, counter.counts = counter.counts, None

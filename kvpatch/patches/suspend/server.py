@@ -36,11 +36,7 @@ GRACE = 2.0  # seconds for an engine to give up by itself what takes too long
 
 
 class Handed:
-    """What is on its way to an engine's thread.
-
-    Attributes:
-        taken_by: the class of what takes it there, kept on the ``EngineCore``.
-    """
+    """What is on its way to an engine's thread, where a ``taken_by`` on the engine takes it."""
 
     taken_by: type
 
@@ -69,14 +65,7 @@ def around_client_request(wrapped: Any, instance: Any, args: Any, kwargs: Any) -
 
 
 class Question(Handed):
-    """A question on its way to the engine's thread.
-
-    Attributes:
-        asked: as the other end sent it.
-        by: who asks, for the log.
-        since: when it came, by the monotonic clock.
-        said: the outcome, once ``taken`` is set.
-    """
+    """A question on its way to the engine's thread; ``said`` is the outcome, once ``taken``."""
 
     taken_by = Suspension
 
@@ -113,16 +102,7 @@ class Question(Handed):
 
 
 def answer(suspension: Suspension, asked: dict[str, Any], since: float) -> dict[str, Any]:
-    """Begin what is asked; return what is known at once.
-
-    Args:
-        suspension: of the engine.
-        asked: as the other end sent it.
-        since: when that was.
-
-    Raises:
-        Cannot: it is refused.
-    """
+    """Begin what is asked; return what is known at once. Raises Cannot if it is refused."""
     verb = asked.get("verb")
     if verb == "suspend":
         if asked.get("plan"):
@@ -183,16 +163,7 @@ class Gone(Handed):
 
 
 class Server:
-    """Listens for the user of an engine; kept on its ``EngineCore``.
-
-    Args:
-        engine: the ``EngineCore``, which is not kept alive.
-        suspension: its suspension.
-        name: kvcached's name of the engine, which nobody else has.
-
-    Raises:
-        OSError: it cannot listen.
-    """
+    """Listens for the user of an ``EngineCore``, on which it is kept; OSError if it cannot."""
 
     def __init__(self, engine: Any, suspension: Suspension, name: str) -> None:
         self.path = protocol.path_of(name)
@@ -221,10 +192,7 @@ class Server:
         return made
 
     def _listen_again(self) -> None:
-        """Listen at the path again if it was removed.
-
-        By a cleaner of /dev/shm, or by systemd-logind with RemoveIPC=yes when the user logs out.
-        """
+        """Listen again if the path was removed, as by systemd-logind with RemoveIPC=yes."""
         if self.path.exists() or self._closed.is_set():
             return
         before = self._socket

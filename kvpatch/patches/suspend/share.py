@@ -16,9 +16,7 @@ class Share:
     """The time for one step; requests wait no longer than their step takes by itself.
 
     A page takes longer than the share of a short step: it is paid for in the steps after it.
-
-    Attributes:
-        stores: the most blocks that the next step stores.
+    ``stores`` are the most blocks that the next step stores.
     """
 
     def __init__(self) -> None:
@@ -28,11 +26,7 @@ class Share:
         self._since: float | None = None  # when the first page was taken up
 
     def begin(self, runs: bool) -> None:
-        """Begin a step's share.
-
-        Args:
-            runs: requests run, for which a step takes its time.
-        """
+        """Begin a step's share; if requests run, the step takes its time for them."""
         # What the last share has added to the step is in it.
         step = (time.perf_counter() - self._ended) / 2
         share = min(step, max(LONGEST, min(step * PART, AT_REST))) if runs else AT_REST

@@ -80,13 +80,7 @@ def around_store_specs(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> A
 
 
 def store(scheduler: Any, spill: Spill, now: set[int]) -> dict[int, int]:
-    """Plan a store of the next blocks of a spill; return the CPU block of each.
-
-    Args:
-        scheduler: the connector's.
-        spill: the blocks.
-        now: device blocks that this step stores already.
-    """
+    """Plan a store of a spill's next blocks that are not stored now; return their CPU blocks."""
     device, tier = scheduler._gpu_block_pool, scheduler.cpu_block_pool
     stored = under_way(scheduler) | {device.blocks[block].block_hash for block in now}
     wanted = [block for one in spill.next() for block in one.blocks]

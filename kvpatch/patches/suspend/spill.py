@@ -23,24 +23,14 @@ from kvpatch.upstream import kvcached_api
 
 
 class Cached(NamedTuple):
-    """A block with a hash on the device.
-
-    Attributes:
-        key: its hash and the number of its group, as bytes.
-        block: its id on the device.
-    """
+    """A block on the device, by its key: its hash and the number of its group, as bytes."""
 
     key: bytes
     block: int
 
 
 class Chunk(NamedTuple):
-    """What a tier stores under one name, as it is on the device.
-
-    Attributes:
-        key: that name.
-        blocks: its blocks, in their order.
-    """
+    """The blocks that a tier stores under one name, in their order, as they are on the device."""
 
     key: bytes
     blocks: tuple[Cached, ...]
@@ -126,16 +116,10 @@ class Count:
 class Spill:
     """Blocks on their way into a tier; kept on the connector's scheduler.
 
-    Args:
-        tier: where they go.
-        pool: kvcached's block pool.
-
     Attributes:
         piece: the most chunks of one step; everything when it begins.
-        chunks: of the tier.
         reason: why their memory is given back, of ``telemetry.suspended.REASONS``.
-        count: what became of them.
-        counts: what became of all that were spilled since the engine started.
+        count, counts: what became of them, and of all that were spilled since the engine started.
         alone: whether nothing but the spill is to be stored, because everything is.
     """
 
@@ -157,14 +141,10 @@ class Spill:
         self._tried = False
 
     def begin(self, blocks: Iterable[Cached], reason: str = "suspend") -> None:
-        """Take up blocks, the most important one first.
+        """Take up blocks, the most important one first, whose memory is given back for a reason.
 
         Those that the tier has no room for are left out. A tier that is full evicts other blocks
         for these, which are the more recent ones.
-
-        Args:
-            blocks: those blocks.
-            reason: why their memory is given back, of ``telemetry.suspended.REASONS``.
         """
         self.reason = reason
         self.piece = EVERYTHING
@@ -271,12 +251,7 @@ class Spill:
         return found
 
     def planned(self, keys: Iterable[bytes], ours: bool = True) -> None:
-        """Record that the stores of chunks were planned.
-
-        Args:
-            keys: those chunks.
-            ours: for the spill; if not, by the connector itself, now or before.
-        """
+        """Record that stores of chunks were planned, if not ``ours`` then by the connector."""
         self._tried = True
         planned = {key: blocks for key in keys if (blocks := self._missing.pop(key, None))}
         if planned:
@@ -289,11 +264,7 @@ class Spill:
             self.counts.stored([key for key in planned if key not in ahead], self.reason)
 
     def no_room(self, forever: bool) -> None:
-        """Record that the tier took nothing in.
-
-        Args:
-            forever: no store is in flight that would change that.
-        """
+        """Record that the tier took nothing in; ``forever`` without a store in flight."""
         self._refused += 1
         self._tried = True
         if forever or self._refused >= PATIENCE:
@@ -357,11 +328,7 @@ class Spill:
         return {*filter(self.holds, keys)}
 
     def keep(self, keys: Iterable[bytes]) -> None:
-        """Let the chunks of blocks be the last that it evicts, where they are in the tier.
-
-        Args:
-            keys: of blocks that are in it, in any chunk; two blocks may have one.
-        """
+        """Let the chunks of blocks that are in the tier be the last that it evicts."""
         chunks = dict.fromkeys(one for key in keys for one in self.chunks.of(key))
         self.tier.keep(self.tier.held(chunks) if self.chunks.size > 1 else list(chunks))
 

@@ -67,17 +67,14 @@ class Suspension:
     """The suspension of an engine; kept on its ``EngineCore``.
 
     Args:
-        engine: the ``EngineCore``.
         spill: stores into the tier of its connector; None if it has none that can be used.
         why_not: why it cannot be suspended, as the end of a sentence; empty if it can.
 
     Attributes:
-        phase: where it is.
-        changed: notified when ``said`` is another dictionary.
         said: the progress, or the outcome, of the last verb; replaced and never changed.
+        changed: notified when ``said`` is another dictionary.
         given_up: why the last suspension is none, also if somebody else looked in between.
         by: who asked last, as the end of a sentence in the log.
-        controller: who moves its limit, if anybody does.
         revision: counts the limits that were set, by whoever asked here.
     """
 
@@ -128,10 +125,7 @@ class Suspension:
         return ""
 
     def promised(self) -> int:
-        """Return the bytes that the engine may map, or may again once it is resumed.
-
-        On any thread.
-        """
+        """Return the bytes that it may map, or may again once it is resumed; on any thread."""
         now = kvcached_api.limit(self._manager)
         if self.phase in ON_THE_WAY:
             return max(now, self._limit)
@@ -140,16 +134,13 @@ class Suspension:
     def suspend(
         self, finish: bool, whole: bool, timeout: float | None, asked: float | None = None
     ) -> None:
-        """Begin a suspension, or go on with the one that has begun.
+        """Begin a suspension, or go on with the one that has begun; raises Cannot.
 
         Args:
             finish: let running requests finish first.
             whole: not if the tier cannot keep every block.
             timeout: seconds after which the engine runs on; None for no limit.
             asked: when it was asked for, by the monotonic clock; None for now.
-
-        Raises:
-            Cannot: it is not begun.
         """
         if self.phase in (*ON_THE_WAY, Phase.SUSPENDED):
             self._tell()
@@ -168,10 +159,7 @@ class Suspension:
         self.advance()
 
     def release(self) -> None:
-        """Begin a suspension of an engine whose caches were dropped: nothing is to be stored.
-
-        It needs no tier. One that has begun goes on.
-        """
+        """Begin, or go on with, a suspension of an engine without caches, which needs no tier."""
         if self.phase in (*ON_THE_WAY, Phase.SUSPENDED):
             self._tell()
             return
@@ -190,11 +178,7 @@ class Suspension:
         self._mapped_before = self._mapped()
 
     def plan(self) -> dict[str, Any]:
-        """Return what a suspension would keep and lose now; of one that is there, what it has kept.
-
-        Raises:
-            Cannot: it cannot be suspended.
-        """
+        """Return what a suspension would keep and lose now, or has kept; Cannot if none can be."""
         why_not = self.why_not()
         if self._spill is None or why_not:
             raise Cannot(why_not)
@@ -226,13 +210,8 @@ class Suspension:
     def limit(self, size: int, revision: int | None = None) -> None:
         """Set the bytes that the engine may map; while it is suspended, from its resumption on.
 
-        Args:
-            size: those bytes.
-            revision: one more than the one that the caller knows of.
-
-        Raises:
-            Cannot: it is more than the engine started with, or less than a page, or somebody else
-                has set another limit since.
+        Cannot: they are more than it started with, or less than a page, or somebody has set another
+        limit since: the revision is one more than the one that the caller knows of.
         """
         if revision is not None and revision <= self.revision:
             raise Cannot(f"its limit was set by somebody else (revision {self.revision})")
@@ -343,18 +322,11 @@ class Suspension:
             self._limit = self._seen = now
 
     def _must_tell_preempted(self) -> bool:
-        """Whether a step has to tell the connector yet who was preempted.
-
-        vLLM's connector fails if that step already loads one of them again.
-        """
+        """Whether a step must name preempted requests first; vLLM fails if it loads one of them."""
         return bool(self.engine.scheduler.reset_preempted_req_ids)
 
     def _take_back(self) -> None:
-        """Set the limit again that the engine has for itself.
-
-        What fails here must not leave its requests waiting: they run with the memory that it has
-        then.
-        """
+        """Set the limit again that the engine has for itself, or let requests run with another."""
         self._look_at_limit()
         try:
             kvcached_api.set_limit(self._manager, self._limit)

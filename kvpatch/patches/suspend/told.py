@@ -14,13 +14,7 @@ from kvpatch.upstream import kvcached_api
 
 
 def tell(engine: Any, counts: Counts | None, phase: Callable[[], str]) -> None:
-    """Let the status page and the metrics of an ``EngineCore`` have it from now on.
-
-    Args:
-        engine: the ``EngineCore``, which is not kept alive.
-        counts: what it gave back; None if it cannot be suspended.
-        phase: returns where it is on its way to a suspension and back.
-    """
+    """Let the status page and metrics of an engine have what it gave back, and its phase."""
     first = first_limit_bytes(kvcached_api.manager_of(engine))
 
     def describe() -> dict[str, Any]:

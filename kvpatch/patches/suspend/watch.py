@@ -19,12 +19,7 @@ EVERY = 0.25  # seconds; kvcached's own thread reads the limit ten times a secon
 
 
 class Look(server.Handed):
-    """Tells the engine's thread that there is something to see.
-
-    Attributes:
-        rests: nothing was asked of the engine for the time that ``KVPATCH_IDLE`` says.
-        taken: set when the engine's thread has seen it.
-    """
+    """Tells the engine's thread that there is something to see, or that the engine rests."""
 
     taken_by = Giving
 
@@ -46,13 +41,7 @@ class Look(server.Handed):
 
 
 class Watch:
-    """Watches an engine from a thread of its own, until the engine is gone.
-
-    Args:
-        engine: the ``EngineCore``, which is not kept alive.
-        giving: what gives its pages back.
-        idle: seconds without requests after which it rests; None for never.
-    """
+    """Watches an engine from a thread until it is gone; it rests after ``idle`` seconds."""
 
     def __init__(self, engine: Any, giving: Giving, idle: float | None) -> None:
         self._engine = weakref.ref(engine)
