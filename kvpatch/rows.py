@@ -19,7 +19,7 @@ class Row(NamedTuple):
 
     Attributes:
         id: ``feature.target``, unique.
-        target: ``module:attribute.path``.
+        target: ``module:attribute.path``; ``module:`` for the same path in another module.
         wrapper: ``module:function`` in the feature's package (or whole, from ``kvpatch`` on), and
             the names that the target's signature must have, as in ``legacy:around_load(self)``.
             Without names they are those of the row above, or ``self`` of what is in a class.
@@ -31,6 +31,8 @@ class Row(NamedTuple):
         but: what is different in the fault of the first row of the seam.
         kind: wrap a callable or replace an object.
         only_with: as of a ``Patch``.
+        earlier: why nothing is patched before ``since``.
+        later: the release from which nothing is patched any more, and why.
     """
 
     id: str
@@ -43,6 +45,8 @@ class Row(NamedTuple):
     but: str = ""
     kind: Kind | None = None
     only_with: str | None = None
+    earlier: str = ""
+    later: tuple[str, str] | None = None
 
 
 replacement = partial(Row, kind=Kind.REPLACE)
@@ -70,6 +74,7 @@ def feature(
     name: str = "",
     upstream: str = "",
     until: str = "",
+    only_with: str = "",
     **fields: Any,
 ) -> Feature:
     """Return a feature, with its rows as they are in each release.
@@ -79,19 +84,18 @@ def feature(
         since: the first release of vLLM that it applies to.
         seams: rows and seams, in the order of application.
         name: in the status line; its home's below ``patches``, if none is given.
-        upstream, until: of rows that say nothing else.
+        upstream, until, only_with: of rows that say nothing else.
         fields: the other fields of a ``Feature``.
     """
-    blank = Patch("", "", "", upstream, until, "", (), since)
+    blank = Patch("", "", "", upstream, until, "", (), since, only_with=only_with)
     for field in ("wanted", "requires", "prepare", "rules"):
         if field in fields:
             fields[field] = _in(home, fields[field])
     resolved: list[Seam | Patch] = []
     for one in seams:
-        if isinstance(one, Row):
-            resolved.append(_patch(home, one, blank, blank, one.since or since, None))
-        else:
-            resolved.append(Seam(tuple(_resolved(home, one, blank))))
+        parts = tuple(_resolved(home, _with_gaps(one), blank))
+        alone = len(parts) == 1 and isinstance(one, Row) and isinstance(parts[0], Patch)
+        resolved.append(parts[0] if alone else Seam(parts))
     name = name or home.removeprefix("kvpatch.patches.").translate(_HYPHENS)
     return Feature(name, since=since, seams=tuple(resolved), **fields)
 
@@ -100,6 +104,13 @@ def _in(home: str, name: str) -> str:
     if name.startswith("kvpatch."):
         return name
     return f"{home}{name}" if name[0] == ":" else f"{home}.{name}"
+
+
+def _with_gaps(one: Row | Parts) -> Parts:
+    if not isinstance(one, Row):
+        return one
+    later = (gap(one.later[1], one.later[0]),) if one.later else ()
+    return (*later, one, *((gap(one.earlier),) if one.earlier else ()))
 
 
 def _resolved(home: str, parts: Parts, blank: Patch) -> Iterator[Patch | Gap]:
@@ -123,6 +134,8 @@ def _patch(
     """Return what a row says, and where it says nothing, what the patch above it has."""
     why = f"as {first.id}; {row.but}" if row.but else row.why
     target = row.target or above.target
+    if target.endswith(":"):
+        target += above.target.partition(":")[2]
     wrapper, _, names = row.wrapper.partition("(")
     if names:
         parameters = tuple(names[:-1].replace(",", "").split())

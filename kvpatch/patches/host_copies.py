@@ -22,7 +22,6 @@ _ABSENT = gap("there is no SimpleCPUOffloadConnector")
 _STREAMS = "the worker takes streams, events and pinned memory from torch.cuda"
 _SWAP = "the worker copies with CUDA's kernels"
 _PINNED = "the CPU tier would not be registered with the device"
-_CONFIGURED = gap("the rank is in vLLM's configuration", since="0.32")
 _CUDART = "the CPU tier is registered with CUDA's runtime"
 _OLD_TORCH = Row("host_copies.copy_torch_old", f"{_OLD}:torch")
 _OLD_BLOCKS = Row("host_copies.copy_blocks_old", f"{_OLD}:ops")
@@ -31,6 +30,7 @@ _rank = partial(
     wrapper=_TORCH,
     why="the spec takes the rank from the index of the accelerator",
     until=_UNTIL,
+    later=("0.32", "the rank is in vLLM's configuration"),
 )
 
 
@@ -87,15 +87,17 @@ FEATURE = feature(
             "0.19",
             Row("host_copies.copy_spec_old", f"{_OFFLOAD}.cpu:current_platform"),
         ),
-        seam(
-            _CONFIGURED,
-            _rank("host_copies.copy_rank", f"{_SPEC}:torch", since="0.27"),
-            gap("the spec has no region that ranks share"),
+        _rank(
+            "host_copies.copy_rank",
+            f"{_SPEC}:torch",
+            since="0.27",
+            earlier="the spec has no region that ranks share",
         ),
-        seam(
-            _CONFIGURED,
-            _rank("host_copies.copy_tier_rank", f"{_OFFLOAD}.tiering.spec:torch", since="0.24"),
-            gap("secondary tiers are refused (KVP329)"),
+        _rank(
+            "host_copies.copy_tier_rank",
+            f"{_OFFLOAD}.tiering.spec:torch",
+            since="0.24",
+            earlier="secondary tiers are refused (KVP329)",
         ),
         _stand_in(
             "host_copies.copy_register",
@@ -122,17 +124,15 @@ FEATURE = feature(
             ),
             gap("there is no shared region"),
         ),
-        seam(
-            gap("vLLM asks where it registers: host_copies.copy_register_platform", since="0.32"),
-            replacement(
-                "host_copies.copy_unregister_platform",
-                f"{_REGION}:current_platform",
-                _PLATFORM,
-                "the CPU tier is deregistered on GPUs only",
-                until=_UNTIL,
-                since="0.23",
-            ),
-            gap("it is deregistered wherever the engine runs"),
+        replacement(
+            "host_copies.copy_unregister_platform",
+            f"{_REGION}:current_platform",
+            _PLATFORM,
+            "the CPU tier is deregistered on GPUs only",
+            until=_UNTIL,
+            since="0.23",
+            earlier="it is deregistered wherever the engine runs",
+            later=("0.32", "vLLM asks where it registers: host_copies.copy_register_platform"),
         ),
         _simple("host_copies.simple_torch", "worker:torch", _TORCH, _STREAMS),
         _stand_in(

@@ -13,11 +13,11 @@ from __future__ import annotations
 from typing import Any
 
 from kvpatch.patch import argument
-from kvpatch.rows import Row, feature, gap, seam
+from kvpatch.rows import Row, feature
 from kvpatch.supported import FLOOR
 
 _PATCHES = "kvcached.integration.vllm.patches"
-_ITSELF = gap("kvcached 0.1.6 patches these releases itself")
+_ITSELF = "kvcached 0.1.6 patches these releases itself"
 
 # Patches that kvcached registers for vLLM <0.31, and that later releases need as well.
 _FOR_LATER = ("model_runner_v2", "kv_layout_v2")
@@ -33,58 +33,48 @@ FEATURE = feature(
     rules="kvpatch.patches.kvcached_adapters.rules:RULES",
     before_kvcached=True,
     seams=(
-        seam(
-            Row(
-                "kvcached_version.runner_v2",
-                "kvcached.integration.patch_base:PatchManager.register_patches_with_versions",
-                ":register_for_later_releases(self, patches)",
-                "kvcached's V2 adapter is for vLLM <0.31, so the workers bypass its memory",
-                since="0.31",
-            ),
-            _ITSELF,
+        Row(
+            "kvcached_version.runner_v2",
+            "kvcached.integration.patch_base:PatchManager.register_patches_with_versions",
+            ":register_for_later_releases(self, patches)",
+            "kvcached's V2 adapter is for vLLM <0.31, so the workers bypass its memory",
+            since="0.31",
+            earlier=_ITSELF,
         ),
-        seam(
-            Row(
-                "kvcached_version.block_pool",
-                f"{_PATCHES}:ElasticBlockPoolPatch.inject_elastic_block_pool",
-                ":as_on_0_30(self, block_pool_mod)",
-                "the block pool lacks vLLM's hash maps, and the first lookup fails",
-                "ovg-project/kvcached, inject_elastic_block_pool in 0.1.6",
-                since="0.31",
-            ),
-            _ITSELF,
+        Row(
+            "kvcached_version.block_pool",
+            f"{_PATCHES}:ElasticBlockPoolPatch.inject_elastic_block_pool",
+            ":as_on_0_30(self, block_pool_mod)",
+            "the block pool lacks vLLM's hash maps, and the first lookup fails",
+            "ovg-project/kvcached, inject_elastic_block_pool in 0.1.6",
+            since="0.31",
+            earlier=_ITSELF,
         ),
-        seam(
-            Row(
-                "kvcached_version.coordinator",
-                f"{_PATCHES}:KVCacheCoordinatorPatch.patch_coordinator",
-                ":as_on_0_30(self, kvcoord_mod)",
-                "the scheduler sizes blocks by the old layouts, unlike the workers",
-                since="0.31",
-            ),
-            _ITSELF,
+        Row(
+            "kvcached_version.coordinator",
+            f"{_PATCHES}:KVCacheCoordinatorPatch.patch_coordinator",
+            ":as_on_0_30(self, kvcoord_mod)",
+            "the scheduler sizes blocks by the old layouts, unlike the workers",
+            since="0.31",
+            earlier=_ITSELF,
         ),
-        seam(
-            Row(
-                "kvcached_version.allocate_slots",
-                f"{_PATCHES}:KVCacheManagerAllocateSlotsPatch.patch_allocate_slots",
-                ":as_on_0_30(self, kvcache_manager_mod)",
-                "a partially failed allocation is not rolled back",
-                "ovg-project/kvcached, patch_allocate_slots in 0.1.6",
-                since="0.31",
-            ),
-            _ITSELF,
+        Row(
+            "kvcached_version.allocate_slots",
+            f"{_PATCHES}:KVCacheManagerAllocateSlotsPatch.patch_allocate_slots",
+            ":as_on_0_30(self, kvcache_manager_mod)",
+            "a partially failed allocation is not rolled back",
+            "ovg-project/kvcached, patch_allocate_slots in 0.1.6",
+            since="0.31",
+            earlier=_ITSELF,
         ),
-        seam(
-            Row(
-                "kvcached_version.engine_core",
-                f"{_PATCHES}:EngineCorePatch.patch_engine_init",
-                ":as_on_0_28(self, engine_mod)",
-                "EngineCore rejects vLLM 0.31 and later, and Runner V1 from 0.29 on",
-                until="kvcached supports vLLM 0.31 and later itself, and Runner V1",
-                since="0.29",
-            ),
-            gap("kvcached 0.1.6 supports Model Runner V1 of these releases"),
+        Row(
+            "kvcached_version.engine_core",
+            f"{_PATCHES}:EngineCorePatch.patch_engine_init",
+            ":as_on_0_28(self, engine_mod)",
+            "EngineCore rejects vLLM 0.31 and later, and Runner V1 from 0.29 on",
+            until="kvcached supports vLLM 0.31 and later itself, and Runner V1",
+            since="0.29",
+            earlier="kvcached 0.1.6 supports Model Runner V1 of these releases",
         ),
     ),
 )

@@ -82,6 +82,23 @@ def test_a_row_has_what_it_does_not_say_from_the_row_above_it():
     )
 
 
+def test_a_row_alone_says_why_nothing_is_patched_before_it_and_after():
+    gaps = {"earlier": "not there", "later": ("0.30", "fixed")}
+    row = Row("one.a", "m:f", "code:f", *FAULT, since="0.20", **gaps)
+    bare = row._replace(earlier="", later=None)
+    assert written(row) == written(seam(gap("fixed", since="0.30"), bare, gap("not there")))
+    assert written(bare._replace(earlier="not there")) == written(seam(bare, gap("not there")))
+
+
+def test_a_row_names_the_same_path_in_another_module_and_has_what_the_feature_needs():
+    new, old = written(
+        seam(Row("one.new", "m:C.f", "code:f", *FAULT, since="0.30"), Row("one.old", "n.m:")),
+        only_with="tiers",
+    ).patches
+    assert (old.target, old.parameters) == ("n.m:C.f", ("self",))
+    assert (new.only_with, old.only_with) == ("tiers", "tiers")
+
+
 def test_a_fault_that_ended_is_gone_with_the_release_that_ended_it():
     common = {"upstream": "of all", "until": "all is well"}
     (ended,) = written(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvpatch.rows import Row, feature, gap, replacement, seam
+from kvpatch.rows import Row, feature, replacement
 
 _INTERFACES = "kvcached.integration.vllm.interfaces"
 _WORKER = "vllm_ascend.simple_kv_offload"
@@ -95,15 +95,13 @@ FEATURE = feature(
             "vllm-project/vllm-ascend#8743 (K and V are separate allocations)",
             "vllm-ascend takes its regions from the KV cache config",
         ),
-        seam(
-            gap("a store waits for an event of the computation", since="0.24"),
-            Row(
-                "ascend.copies_in_order",
-                f"{_WORKER}.copy_backend:NPUDmaCopyBackend.launch_copy",
-                "order:around_launch(self, is_store, wait_event)",
-                "a store reads blocks that are still being computed",
-                "vllm-project/vllm#46278 (event between computation and store)",
-            ),
+        Row(
+            "ascend.copies_in_order",
+            f"{_WORKER}.copy_backend:NPUDmaCopyBackend.launch_copy",
+            "order:around_launch(self, is_store, wait_event)",
+            "a store reads blocks that are still being computed",
+            "vllm-project/vllm#46278 (event between computation and store)",
+            later=("0.24", "a store waits for an event of the computation"),
         ),
     ),
 )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from kvpatch.rows import Row, feature, gap, seam
+from kvpatch.rows import Row, feature, seam
 from kvpatch.supported import FLOOR
 from kvpatch.upstream.targets import ENGINE_CORE, OFFLOADING, SIMPLE
 
 _WORKER = f"{OFFLOADING}.worker:OffloadingConnectorWorker"
-_IN_ONE_MODULE = f"{OFFLOADING}_connector:OffloadingConnectorWorker"  # up to 0.18
+_IN_ONE_MODULE = f"{OFFLOADING}_connector"  # up to 0.18
 _SCHEDULER = f"{OFFLOADING}.scheduler:OffloadingConnectorScheduler"
 _INSTALL = f"{ENGINE_CORE}._kvcached_install_ordered_unmap"
 _NO_CHECKS = "none: vLLM does not check what it offloads"
@@ -44,7 +44,7 @@ FEATURE = feature(
             ),
             Row(
                 "debug.handlers_of_tensors",
-                f"{_IN_ONE_MODULE}._register_handlers",
+                f"{_IN_ONE_MODULE}:",
                 "legacy:around_register_tensors(self, kv_caches, attn_backends)",
                 "as debug.handlers_by_request; the worker is registered with tensors",
             ),
@@ -71,50 +71,41 @@ FEATURE = feature(
             ),
             Row(
                 "debug.store_by_request_in_one_module",
-                f"{_IN_ONE_MODULE}.prepare_store_kv",
+                f"{_IN_ONE_MODULE}:",
                 until="vLLM 0.19",
             ),
         ),
-        seam(
-            Row(
-                "debug.load",
-                f"{_WORKER}.start_kv_transfers",
-                "checksums:around_start_transfers(self, metadata)",
-                "a violation must name the request of the load",
-                since="0.21",
-            ),
-            gap("the worker makes the jobs, and knows whose they are"),
+        Row(
+            "debug.load",
+            f"{_WORKER}.start_kv_transfers",
+            "checksums:around_start_transfers(self, metadata)",
+            "a violation must name the request of the load",
+            since="0.21",
+            earlier="the worker makes the jobs, and knows whose they are",
         ),
-        seam(
-            Row(
-                "debug.promotions",
-                "vllm.v1.kv_offload.tiering.manager:"
-                "TieringOffloadingManager._flush_pending_promotions",
-                "checksums:around_promotions",
-                "a secondary tier writes over what the device stored, and is not to blame",
-                since="0.24",
-            ),
-            gap("there are no secondary tiers"),
+        Row(
+            "debug.promotions",
+            "vllm.v1.kv_offload.tiering.manager:TieringOffloadingManager._flush_pending_promotions",
+            "checksums:around_promotions",
+            "a secondary tier writes over what the device stored, and is not to blame",
+            since="0.24",
+            earlier="there are no secondary tiers",
         ),
-        seam(
-            Row(
-                "debug.build",
-                f"{_SCHEDULER}.build_connector_meta",
-                "checksums:around_build(self, scheduler_output)",
-                "the workers must know what secondary tiers write over",
-                since="0.24",
-            ),
-            gap("there are no secondary tiers"),
+        Row(
+            "debug.build",
+            f"{_SCHEDULER}.build_connector_meta",
+            "checksums:around_build(self, scheduler_output)",
+            "the workers must know what secondary tiers write over",
+            since="0.24",
+            earlier="there are no secondary tiers",
         ),
-        seam(
-            Row(
-                "debug.simple",
-                f"{SIMPLE}.worker:SimpleCPUOffloadWorker.register_kv_caches",
-                "simple:around_register(self, kv_caches)",
-                "as debug.worker; the connector has copies of its own",
-                since="0.19",
-            ),
-            gap("there is no SimpleCPUOffloadConnector"),
+        Row(
+            "debug.simple",
+            f"{SIMPLE}.worker:SimpleCPUOffloadWorker.register_kv_caches",
+            "simple:around_register(self, kv_caches)",
+            "as debug.worker; the connector has copies of its own",
+            since="0.19",
+            earlier="there is no SimpleCPUOffloadConnector",
         ),
         seam(
             Row(

@@ -7,7 +7,7 @@ from kvpatch.supported import FLOOR
 from kvpatch.upstream.targets import COORDINATOR, ENGINE_CORE, V1_RUNNER, V2_RUNNER
 
 _IPC = "kvcached.tp_ipc_util"
-_RAISES = gap("a failed set-up raises; see elastic_memory.worker_init", since="0.29")
+_RAISES = ("0.29", "a failed set-up raises; see elastic_memory.worker_init")
 _LOGGED = (
     "ovg-project/kvcached, patch_model_runner_init in 0.1.6",
     "kvcached raises instead of logging 'disabling'",
@@ -38,25 +38,21 @@ FEATURE = feature(
             "ovg-project/kvcached#361 (reviewers request explicit fallback conditions)",
             "kvcached documents and checks the configurations it supports",
         ),
-        seam(
-            _RAISES,
-            Row(
-                "elastic_memory.worker_setup_error",
-                f"{V1_RUNNER}._init_kvcached",
-                "allocation:remember_setup_error",
-                "kvcached logs the error of a failed worker set-up and ignores it",
-                *_LOGGED,
-            ),
+        Row(
+            "elastic_memory.worker_setup_error",
+            f"{V1_RUNNER}._init_kvcached",
+            "allocation:remember_setup_error",
+            "kvcached logs the error of a failed worker set-up and ignores it",
+            *_LOGGED,
+            later=_RAISES,
         ),
-        seam(
-            _RAISES,
-            Row(
-                "elastic_memory.worker_setup",
-                f"{V1_RUNNER}.__init__",
-                "allocation:require_setup()",
-                "after a failed set-up the engine starts partially patched and fails later",
-                *_LOGGED,
-            ),
+        Row(
+            "elastic_memory.worker_setup",
+            f"{V1_RUNNER}.__init__",
+            "allocation:require_setup()",
+            "after a failed set-up the engine starts partially patched and fails later",
+            *_LOGGED,
+            later=_RAISES,
         ),
         Row(
             "elastic_memory.worker_init",
@@ -209,55 +205,47 @@ FEATURE = feature(
             ),
             Row("elastic_memory.whole_pages", wrapper="capacity:around_kv_caches", since="0.29"),
         ),
-        seam(
-            Row(
-                "elastic_memory.allocation",
-                "kvcached.integration.vllm.model_runner_v2:allocate_kv_cache",
-                "verify:remember_allocation(config, device, layout)",
-                "from 0.29 on the KV caches are vLLM's views, without kvcached's mark",
-                *_BYPASSED,
-                since="0.29",
-            ),
-            gap("kvcached marks the KV caches that it allocates"),
+        Row(
+            "elastic_memory.allocation",
+            "kvcached.integration.vllm.model_runner_v2:allocate_kv_cache",
+            "verify:remember_allocation(config, device, layout)",
+            "from 0.29 on the KV caches are vLLM's views, without kvcached's mark",
+            *_BYPASSED,
+            since="0.29",
+            earlier="kvcached marks the KV caches that it allocates",
         ),
-        seam(
-            Row(
-                "elastic_memory.addresses",
-                "kvcached.integration.vllm.model_runner_v2:allocate_kv_cache",
-                "capacity:around_allocation(config, device)",
-                "a KV cache larger than the device ends a worker with an error that names neither",
-                "ovg-project/kvcached, allocate_kv_cache in model_runner_v2.py in 0.1.6",
-                "kvcached says how large both are",
-                since="0.29",
-            ),
-            gap("kvcached logs that it has fewer blocks, and allocates those"),
+        Row(
+            "elastic_memory.addresses",
+            "kvcached.integration.vllm.model_runner_v2:allocate_kv_cache",
+            "capacity:around_allocation(config, device)",
+            "a KV cache larger than the device ends a worker with an error that names neither",
+            "ovg-project/kvcached, allocate_kv_cache in model_runner_v2.py in 0.1.6",
+            "kvcached says how large both are",
+            since="0.29",
+            earlier="kvcached logs that it has fewer blocks, and allocates those",
         ),
-        seam(
-            gap(
+        Row(
+            "elastic_memory.rollback",
+            "vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots",
+            "allocation:around_allocate_slots",  # of kvcached's wrapper, which names self only
+            "a partially failed allocation ends the engine when it is retried",
+            "ovg-project/kvcached, patch_allocate_slots in 0.1.6 (0.28 to 0.30 only)",
+            "kvcached rolls failed allocations back on every release",
+            later=(
+                "0.28",
                 "kvcached rolls them back itself, from 0.31 on by kvcached_version.allocate_slots",
-                since="0.28",
-            ),
-            Row(
-                "elastic_memory.rollback",
-                "vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots",
-                "allocation:around_allocate_slots",  # of kvcached's wrapper, which names self only
-                "a partially failed allocation ends the engine when it is retried",
-                "ovg-project/kvcached, patch_allocate_slots in 0.1.6 (0.28 to 0.30 only)",
-                "kvcached rolls failed allocations back on every release",
             ),
         ),
-        seam(
-            gap("all groups touch their hits before one allocates", since="0.24"),
-            Row(
-                "elastic_memory.hits_of_all_groups",
-                f"{COORDINATOR}.allocate_new_computed_blocks",
-                "legacy:around_computed_blocks(self, new_computed_blocks, "
-                "num_local_computed_tokens, num_external_computed_tokens)",
-                "the blocks that one group loads into are the next one's prefix, evicted",
-                "vllm-project/vllm#33775, vllm-project/vllm#44409",
-                since="0.19",
-            ),
-            gap("a model with a connector has one group of KV cache"),
+        Row(
+            "elastic_memory.hits_of_all_groups",
+            f"{COORDINATOR}.allocate_new_computed_blocks",
+            "legacy:around_computed_blocks(self, new_computed_blocks, "
+            "num_local_computed_tokens, num_external_computed_tokens)",
+            "the blocks that one group loads into are the next one's prefix, evicted",
+            "vllm-project/vllm#33775, vllm-project/vllm#44409",
+            since="0.19",
+            earlier="a model with a connector has one group of KV cache",
+            later=("0.24", "all groups touch their hits before one allocates"),
         ),
         Row(
             "elastic_memory.engine_core",

@@ -7,9 +7,9 @@ from kvpatch.supported import FLOOR
 from kvpatch.upstream.targets import ENGINE_CORE, OFFLOADING
 
 _SCHEDULER = f"{OFFLOADING}.scheduler:OffloadingConnectorScheduler"
-_IN_ONE_MODULE = f"{OFFLOADING}_connector:OffloadingConnectorScheduler"  # up to 0.18
+_IN_ONE_MODULE = f"{OFFLOADING}_connector"  # up to 0.18
 _CONSULTS = "kvcached consults the connector before unmapping"
-_NO_WINDOWS = gap("windows are full attention, or all of them and refused (KVP423)")
+_NO_WINDOWS = "windows are full attention, or all of them and refused (KVP423)"
 
 FEATURE = feature(
     __name__,
@@ -46,7 +46,7 @@ FEATURE = feature(
                 but="a transfer belongs to a request and has no id",
                 since="0.19",
             ),
-            Row("fence.build_by_request_in_one_module", f"{_IN_ONE_MODULE}.build_connector_meta"),
+            Row("fence.build_by_request_in_one_module", f"{_IN_ONE_MODULE}:"),
         ),
         seam(
             Row(
@@ -63,10 +63,7 @@ FEATURE = feature(
                 but="a request's stores are reported together",
                 since="0.19",
             ),
-            Row(
-                "fence.worker_output_by_request_in_one_module",
-                f"{_IN_ONE_MODULE}.update_connector_output",
-            ),
+            Row("fence.worker_output_by_request_in_one_module", f"{_IN_ONE_MODULE}:"),
         ),
         seam(
             Row(
@@ -92,17 +89,15 @@ FEATURE = feature(
                 why="as fence.has_requests; a finished request keeps its blocks until it is stored",
             ),
         ),
-        seam(
-            gap("vLLM drops the id of a block that is reallocated", since="0.23"),
-            Row(
-                "fence.window_blocks",
-                f"{_SCHEDULER}.build_connector_meta",
-                "legacy:before_build(self, scheduler_output)",
-                "a block that left a sliding window is stored after its reallocation",
-                "vllm-project/vllm, _build_store_jobs in 0.23",
-                since="0.21",
-            ),
-            _NO_WINDOWS,
+        Row(
+            "fence.window_blocks",
+            f"{_SCHEDULER}.build_connector_meta",
+            "legacy:before_build(self, scheduler_output)",
+            "a block that left a sliding window is stored after its reallocation",
+            "vllm-project/vllm, _build_store_jobs in 0.23",
+            since="0.21",
+            earlier=_NO_WINDOWS,
+            later=("0.23", "vLLM drops the id of a block that is reallocated"),
         ),
         seam(
             Row(
@@ -115,16 +110,14 @@ FEATURE = feature(
                 since="0.23",
             ),
             gap("fence.window_blocks drops them before every store", since="0.21"),
-            _NO_WINDOWS,
+            gap(_NO_WINDOWS),
         ),
-        seam(
-            gap("every transfer has an id and is reported", since="0.21"),
-            Row(
-                "fence.step_output",
-                "vllm.v1.core.sched.scheduler:Scheduler.update_from_output",
-                "legacy:around_step_output(self, scheduler_output)",
-                "stores of a preempted request are not reported; the workers wait for them",
-            ),
+        Row(
+            "fence.step_output",
+            "vllm.v1.core.sched.scheduler:Scheduler.update_from_output",
+            "legacy:around_step_output(self, scheduler_output)",
+            "stores of a preempted request are not reported; the workers wait for them",
+            later=("0.21", "every transfer has an id and is reported"),
         ),
         Row(
             "fence.release",

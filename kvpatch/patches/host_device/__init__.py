@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from kvpatch.rows import Row, feature, gap, replacement, seam
+from kvpatch.rows import Row, feature, replacement
 from kvpatch.supported import FLOOR
 
 _INTERFACES = "kvcached.integration.vllm.interfaces"
 _LATENT = "vllm.v1.attention.backends.mla.cpu_mla:CPUMLAImpl"
-_NO_LATENT = gap("latent attention is not validated on a CPU (KVP305)")
+_NO_LATENT = "latent attention is not validated on a CPU (KVP305)"
 _DENSE = (
     "none: without kvcached a CPU has no other layout",
     "vLLM's CPU backend uses the strides of the KV cache",
@@ -57,74 +57,61 @@ FEATURE = feature(
             "the barrier before an ordered unmap synchronizes a CUDA device",
             "kvcached, _worker_physical_release_barrier in patches.py",
         ),
-        seam(
-            Row(
-                "host_device.size_for_v2",
-                "kvcached.integration.vllm.model_runner_v2:allocate_kv_cache",
-                "adapt:with_device_size(config, device, layout)",
-                "kvcached reads the device's size from torch.cuda",
-                since="0.29",
-            ),
-            gap("kvcached's interfaces read the size, see host_device.torch"),
+        Row(
+            "host_device.size_for_v2",
+            "kvcached.integration.vllm.model_runner_v2:allocate_kv_cache",
+            "adapt:with_device_size(config, device, layout)",
+            "kvcached reads the device's size from torch.cuda",
+            since="0.29",
+            earlier="kvcached's interfaces read the size, see host_device.torch",
         ),
-        seam(
-            Row(
-                "host_device.layouts",
-                "vllm.v1.attention.backends.cpu_attn:"
-                "CPUAttentionBackend.supported_kv_cache_layouts",
-                "adapt:with_blocks_outermost()",
-                "the CPU backend declares no layout in which a block's layers are contiguous",
-                "none: it reads such blocks by their strides, but does not declare it",
-                "vLLM's CPU backend declares BLHNC",
-                since="0.29",
-            ),
-            gap("vLLM has no named KV cache layouts"),
+        Row(
+            "host_device.layouts",
+            "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackend.supported_kv_cache_layouts",
+            "adapt:with_blocks_outermost()",
+            "the CPU backend declares no layout in which a block's layers are contiguous",
+            "none: it reads such blocks by their strides, but does not declare it",
+            "vLLM's CPU backend declares BLHNC",
+            since="0.29",
+            earlier="vLLM has no named KV cache layouts",
         ),
-        seam(
-            Row(
-                "host_device.latent_caching",
-                "vllm.platforms.cpu:CpuPlatform.check_and_update_config",
-                "latent_attention:keep_prefix_caching(vllm_config)",
-                "vLLM disables the prefix cache for latent attention on a CPU, and so loads",
-                "none: rotary embedding on a CPU skips the first token of a step",
-                "vLLM's CPU backend supports cached prefixes with latent attention",
-                since="0.29",
-            ),
-            _NO_LATENT,
+        Row(
+            "host_device.latent_caching",
+            "vllm.platforms.cpu:CpuPlatform.check_and_update_config",
+            "latent_attention:keep_prefix_caching(vllm_config)",
+            "vLLM disables the prefix cache for latent attention on a CPU, and so loads",
+            "none: rotary embedding on a CPU skips the first token of a step",
+            "vLLM's CPU backend supports cached prefixes with latent attention",
+            since="0.29",
+            earlier=_NO_LATENT,
         ),
-        seam(
-            replacement(
-                "host_device.latent_write",
-                f"{_LATENT}.do_kv_cache_update",
-                "latent_attention:replace_write(kv_c_normed, k_pe, kv_cache, slot_mapping, "
-                "kv_cache_dtype)",
-                "it writes to one dense tensor, but a block's layers are contiguous",
-                *_DENSE,
-                since="0.29",
-            ),
-            _NO_LATENT,
+        replacement(
+            "host_device.latent_write",
+            f"{_LATENT}.do_kv_cache_update",
+            "latent_attention:replace_write(kv_c_normed, k_pe, kv_cache, slot_mapping, "
+            "kv_cache_dtype)",
+            "it writes to one dense tensor, but a block's layers are contiguous",
+            *_DENSE,
+            since="0.29",
+            earlier=_NO_LATENT,
         ),
-        seam(
-            replacement(
-                "host_device.latent_decode",
-                f"{_LATENT}.forward_mqa",
-                "latent_attention:replace_decode(q, kv_c_and_k_pe_cache, attn_metadata, layer)",
-                "as host_device.latent_write, for reading",
-                *_DENSE,
-                since="0.29",
-            ),
-            _NO_LATENT,
+        replacement(
+            "host_device.latent_decode",
+            f"{_LATENT}.forward_mqa",
+            "latent_attention:replace_decode(q, kv_c_and_k_pe_cache, attn_metadata, layer)",
+            "as host_device.latent_write, for reading",
+            *_DENSE,
+            since="0.29",
+            earlier=_NO_LATENT,
         ),
-        seam(
-            replacement(
-                "host_device.latent_gather",
-                "vllm._custom_ops:gather_mla_context_cache_cpu",
-                "latent_attention:replace_gather(src_cache, dst, block_table, starts, cu_seq_lens)",
-                "as host_device.latent_write, for the cached blocks that a prefill reads",
-                *_DENSE,
-                since="0.29",
-            ),
-            _NO_LATENT,
+        replacement(
+            "host_device.latent_gather",
+            "vllm._custom_ops:gather_mla_context_cache_cpu",
+            "latent_attention:replace_gather(src_cache, dst, block_table, starts, cu_seq_lens)",
+            "as host_device.latent_write, for the cached blocks that a prefill reads",
+            *_DENSE,
+            since="0.29",
+            earlier=_NO_LATENT,
         ),
     ),
 )

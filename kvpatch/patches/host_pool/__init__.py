@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvpatch.rows import Row, feature, gap, seam
+from kvpatch.rows import Row, feature, seam
 from kvpatch.upstream.targets import ENGINE_CORE, OFFLOADING, SIMPLE, SIMPLE_CONNECTOR
 
 _KV_OFFLOAD = "vllm.v1.kv_offload.cpu"
@@ -193,15 +193,13 @@ FEATURE = feature(
             "simple:around_reset",
             "blocks without memory would count as used, and no tier would be reset",
         ),
-        seam(
-            Row(
-                "host_pool.simple_stats",
-                f"{SIMPLE}.manager:SimpleCPUOffloadScheduler.get_stats",
-                "simple:around_count",
-                "blocks without memory would be shown as used",
-                since="0.31",
-            ),
-            gap("the connector counts nothing there"),
+        Row(
+            "host_pool.simple_stats",
+            f"{SIMPLE}.manager:SimpleCPUOffloadScheduler.get_stats",
+            "simple:around_count",
+            "blocks without memory would be shown as used",
+            since="0.31",
+            earlier="the connector counts nothing there",
         ),
         Row(
             "host_pool.update",

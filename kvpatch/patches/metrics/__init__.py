@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvpatch.rows import Row, feature, gap, seam
+from kvpatch.rows import Row, feature
 from kvpatch.supported import FLOOR
 from kvpatch.upstream.targets import ENGINE_CORE
 
@@ -14,7 +14,7 @@ _LOST = (
     "none: vLLM's stats have the hits, and not what was had before",
     "vLLM's stats say how many tokens were computed again",
 )
-_NO_SERIES = gap("vLLM has no metrics of KV connectors to extend")
+_NO_SERIES = "vLLM has no metrics of KV connectors to extend"
 
 FEATURE = feature(
     __name__,
@@ -71,27 +71,23 @@ FEATURE = feature(
             "as metrics.reset, for the tiers of a connector",
             *_LOST,
         ),
-        seam(
-            Row(
-                "metrics.prometheus",
-                f"{_METRICS}:KVConnectorProm.__init__",
-                "hooks:around_prometheus(self, vllm_config, labelnames, per_engine_labelvalues)",
-                "build_prom_metrics belongs to a connector, and does not exist without one",
-                _EVERY_CONNECTOR,
-                since="0.19",
-            ),
-            _NO_SERIES,
+        Row(
+            "metrics.prometheus",
+            f"{_METRICS}:KVConnectorProm.__init__",
+            "hooks:around_prometheus(self, vllm_config, labelnames, per_engine_labelvalues)",
+            "build_prom_metrics belongs to a connector, and does not exist without one",
+            _EVERY_CONNECTOR,
+            since="0.19",
+            earlier=_NO_SERIES,
         ),
-        seam(
-            Row(
-                "metrics.prometheus_observe",
-                f"{_METRICS}:KVConnectorProm.observe",
-                "hooks:around_observe(self, transfer_stats_data, engine_idx)",
-                "a connector fails on foreign stats",
-                _EVERY_CONNECTOR,
-                since="0.19",
-            ),
-            _NO_SERIES,
+        Row(
+            "metrics.prometheus_observe",
+            f"{_METRICS}:KVConnectorProm.observe",
+            "hooks:around_observe(self, transfer_stats_data, engine_idx)",
+            "a connector fails on foreign stats",
+            _EVERY_CONNECTOR,
+            since="0.19",
+            earlier=_NO_SERIES,
         ),
         Row(
             "metrics.client_shutdown",

@@ -7,6 +7,7 @@ from kvpatch.supported import FLOOR
 from kvpatch.upstream.targets import ENGINE_CORE, OFFLOADING
 
 _SCHEDULER = f"{OFFLOADING}.scheduler:OffloadingConnectorScheduler"
+_IN_ONE_MODULE = f"{OFFLOADING}_connector"  # up to 0.18
 _NO_FAILURE = "vllm-project/vllm, the connector asserts that every transfer has succeeded"
 
 
@@ -18,17 +19,15 @@ FEATURE = feature(
     until="the connector handles transfers that fail",
     rules="together:RULES",
     seams=(
-        seam(
-            gap("the path was removed", since="0.29"),
-            Row(
-                "offloading.use_uniform_kv_cache",
-                "vllm.v1.worker.kv_connector_model_runner_mixin:"
-                "KVConnectorModelRunnerMixin.use_uniform_kv_cache",
-                "registration:keep_elastic(attn_groups)",
-                "a cross-layer KV cache is one torch.zeros that bypasses kvcached's memory",
-                "ovg-project/kvcached#269, ovg-project/kvcached#361",
-                "kvcached allocates cross-layer KV caches itself, or vLLM 0.29",
-            ),
+        Row(
+            "offloading.use_uniform_kv_cache",
+            "vllm.v1.worker.kv_connector_model_runner_mixin:"
+            "KVConnectorModelRunnerMixin.use_uniform_kv_cache",
+            "registration:keep_elastic(attn_groups)",
+            "a cross-layer KV cache is one torch.zeros that bypasses kvcached's memory",
+            "ovg-project/kvcached#269, ovg-project/kvcached#361",
+            "kvcached allocates cross-layer KV caches itself, or vLLM 0.29",
+            later=("0.29", "the path was removed"),
         ),
         seam(
             Row(
@@ -63,35 +62,31 @@ FEATURE = feature(
             ),
             Row(
                 "offloading.register_with_backends",
-                f"{OFFLOADING}_connector:OffloadingConnectorWorker.register_kv_caches",
+                f"{_IN_ONE_MODULE}:",
                 "legacy:register_with_backends",
                 "as offloading.register_kv_caches; attention backends define the block layout",
             ),
         ),
-        seam(
-            gap("fixed by vllm-project/vllm#49146", since="0.27"),
-            Row(
-                "offloading.storable_chunks",
-                f"{OFFLOADING}.scheduler:RequestOffloadState.storable_chunks",
-                "legacy:around_storable(self, group_config, num_offloadable_tokens)",
-                "a request aborted before or during its computation ends the engine",
-                "vllm-project/vllm#49118, vllm-project/vllm#49146",
-                since="0.26",
-            ),
-            gap("an aborted request is stored as far as it was computed"),
+        Row(
+            "offloading.storable_chunks",
+            f"{OFFLOADING}.scheduler:RequestOffloadState.storable_chunks",
+            "legacy:around_storable(self, group_config, num_offloadable_tokens)",
+            "a request aborted before or during its computation ends the engine",
+            "vllm-project/vllm#49118, vllm-project/vllm#49146",
+            since="0.26",
+            earlier="an aborted request is stored as far as it was computed",
+            later=("0.27", "fixed by vllm-project/vllm#49146"),
         ),
-        seam(
-            gap("fixed by vllm-project/vllm#54288", since="0.30"),
-            Row(
-                "offloading.last_token",
-                f"{OFFLOADING}.scheduler:OffloadingConnectorScheduler._calc_num_offloadable_tokens",
-                "fixes:around_offloadable(self, req_status, num_computed_tokens)",
-                "the last sampled token of a request is never computed; a block that ends with "
-                "it is stored, and gives later requests wrong tokens",
-                "vllm-project/vllm#54193, vllm-project/vllm#54288",
-                since="0.26",
-            ),
-            gap("nothing of a request is stored once it has finished"),
+        Row(
+            "offloading.last_token",
+            f"{OFFLOADING}.scheduler:OffloadingConnectorScheduler._calc_num_offloadable_tokens",
+            "fixes:around_offloadable(self, req_status, num_computed_tokens)",
+            "the last sampled token of a request is never computed; a block that ends with "
+            "it is stored, and gives later requests wrong tokens",
+            "vllm-project/vllm#54193, vllm-project/vllm#54288",
+            since="0.26",
+            earlier="nothing of a request is stored once it has finished",
+            later=("0.30", "fixed by vllm-project/vllm#54288"),
         ),
         seam(
             Row(
@@ -101,10 +96,7 @@ FEATURE = feature(
                 "a copy that fails ends the engine with an assertion that does not name it",
                 since="0.19",
             ),
-            Row(
-                "offloading.copies_made_in_one_module",
-                f"{OFFLOADING}_connector:OffloadingConnectorWorker.start_kv_transfers",
-            ),
+            Row("offloading.copies_made_in_one_module", f"{_IN_ONE_MODULE}:"),
         ),
         seam(
             Row(
@@ -114,10 +106,7 @@ FEATURE = feature(
                 "as offloading.copies_made; the copies of preempted requests are waited for",
                 since="0.19",
             ),
-            Row(
-                "offloading.copies_flushed_in_one_module",
-                f"{OFFLOADING}_connector:OffloadingConnectorWorker.handle_preemptions",
-            ),
+            Row("offloading.copies_flushed_in_one_module", f"{_IN_ONE_MODULE}:"),
         ),
         seam(
             Row(
@@ -127,47 +116,35 @@ FEATURE = feature(
                 "as offloading.copies_made; the events of copies are asked for",
                 since="0.19",
             ),
-            Row(
-                "offloading.copies_ended_in_one_module",
-                f"{OFFLOADING}_connector:OffloadingConnectorWorker.get_finished",
-            ),
+            Row("offloading.copies_ended_in_one_module", f"{_IN_ONE_MODULE}:"),
         ),
-        seam(
-            gap(
-                "the connectors can be reset: secondary_tiers.reset_caches",
-                since="0.24",
-            ),
-            Row(
-                "offloading.replaced_weights",
-                f"{ENGINE_CORE}.collective_rpc",
-                "legacy:around_call(self, method)",
-                "weights that are replaced leave the blocks of the old ones in the CPU tier, "
-                "which gives wrong tokens",
-                "vllm-project/vllm, reset_cache of SimpleCPUOffloadConnector raises up to "
-                "0.23 and OffloadingConnector has none up to 0.21",
-            ),
+        Row(
+            "offloading.replaced_weights",
+            f"{ENGINE_CORE}.collective_rpc",
+            "legacy:around_call(self, method)",
+            "weights that are replaced leave the blocks of the old ones in the CPU tier, "
+            "which gives wrong tokens",
+            "vllm-project/vllm, reset_cache of SimpleCPUOffloadConnector raises up to "
+            "0.23 and OffloadingConnector has none up to 0.21",
+            later=("0.24", "the connectors can be reset: secondary_tiers.reset_caches"),
         ),
-        seam(
-            gap("fixed: loads of the same step are left out", since="0.33"),
-            Row(
-                "offloading.preempted_loads",
-                f"{_SCHEDULER}.build_connector_meta",
-                "resets:around_build(self, scheduler_output)",
-                "a request that a reset preempts and the next step loads ends the engine",
-                "vllm-project/vllm, build_connector_meta in 0.33 leaves such loads out",
-                since="0.25",
-            ),
-            gap("offloading.name_preempted leaves such loads out"),
+        Row(
+            "offloading.preempted_loads",
+            f"{_SCHEDULER}.build_connector_meta",
+            "resets:around_build(self, scheduler_output)",
+            "a request that a reset preempts and the next step loads ends the engine",
+            "vllm-project/vllm, build_connector_meta in 0.33 leaves such loads out",
+            since="0.25",
+            earlier="offloading.name_preempted leaves such loads out",
+            later=("0.33", "fixed: loads of the same step are left out"),
         ),
-        seam(
-            gap("vLLM names such requests to the connector", since="0.25"),
-            Row(
-                "offloading.reset_of_requests",
-                "vllm.v1.core.sched.scheduler:Scheduler.reset_prefix_cache",
-                "legacy:around_scheduler_reset(self, reset_running_requests)",
-                "blocks of requests that a reset preempts are written while they are stored",
-                "vllm-project/vllm, reset_preempted_req_ids in 0.25",
-            ),
+        Row(
+            "offloading.reset_of_requests",
+            "vllm.v1.core.sched.scheduler:Scheduler.reset_prefix_cache",
+            "legacy:around_scheduler_reset(self, reset_running_requests)",
+            "blocks of requests that a reset preempts are written while they are stored",
+            "vllm-project/vllm, reset_preempted_req_ids in 0.25",
+            later=("0.25", "vLLM names such requests to the connector"),
         ),
         seam(
             gap("vLLM names such requests to the connector", since="0.25"),
@@ -184,22 +161,17 @@ FEATURE = feature(
                 wrapper="legacy:name_preempted",
                 since="0.19",
             ),
-            Row(
-                "offloading.name_preempted_in_one_module",
-                f"{OFFLOADING}_connector:OffloadingConnectorScheduler.build_connector_meta",
-            ),
+            Row("offloading.name_preempted_in_one_module", f"{_IN_ONE_MODULE}:"),
         ),
-        seam(
-            gap("fixed by vllm-project/vllm#46231", since="0.24"),
-            Row(
-                "offloading.lookup",
-                f"{_SCHEDULER}.get_num_new_matched_tokens",
-                "legacy:around_lookup(self, request)",
-                "a preempted request that is loaded while it is stored ends the engine",
-                "vllm-project/vllm#46014, vllm-project/vllm#46231",
-                since="0.21",
-            ),
-            gap("copies belong to requests, of which both can be in flight"),
+        Row(
+            "offloading.lookup",
+            f"{_SCHEDULER}.get_num_new_matched_tokens",
+            "legacy:around_lookup(self, request)",
+            "a preempted request that is loaded while it is stored ends the engine",
+            "vllm-project/vllm#46014, vllm-project/vllm#46231",
+            since="0.21",
+            earlier="copies belong to requests, of which both can be in flight",
+            later=("0.24", "fixed by vllm-project/vllm#46231"),
         ),
         seam(
             gap("fixed by vllm-project/vllm#44592", since="0.24"),
@@ -211,10 +183,7 @@ FEATURE = feature(
                 "vllm-project/vllm#44585, vllm-project/vllm#44592",
                 since="0.19",
             ),
-            Row(
-                "offloading.computed_tokens_in_one_module",
-                f"{OFFLOADING}_connector:OffloadingConnectorScheduler.get_num_new_matched_tokens",
-            ),
+            Row("offloading.computed_tokens_in_one_module", f"{_IN_ONE_MODULE}:"),
         ),
         seam(
             gap("fixed by vllm-project/vllm#50696", since="0.28"),
@@ -231,28 +200,24 @@ FEATURE = feature(
                 "vllm.v1.kv_offload.worker.cpu_gpu:SingleDirectionOffloadingHandler.transfer_async",
             ),
         ),
-        seam(
-            gap("fixed by vllm-project/vllm#49449", since="0.32"),
-            Row(
-                "offloading.session",
-                "vllm.v1.core.sched.scheduler:Scheduler._update_request_as_session",
-                "fixes:before_session(self, session)",
-                "a session's block is stored under the hash of a token that it has dropped",
-                "vllm-project/vllm#49449",
-            ),
+        Row(
+            "offloading.session",
+            "vllm.v1.core.sched.scheduler:Scheduler._update_request_as_session",
+            "fixes:before_session(self, session)",
+            "a session's block is stored under the hash of a token that it has dropped",
+            "vllm-project/vllm#49449",
+            later=("0.32", "fixed by vllm-project/vllm#49449"),
         ),
-        seam(
-            gap("fixed by vllm-project/vllm#46951", since="0.33"),
-            Row(
-                "offloading.other_loads",
-                "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector:"
-                "MultiConnector.update_state_after_alloc",
-                "fixes:around_other_loads(self, blocks, num_external_tokens)",
-                "in MultiConnector another connector loads into blocks that are being stored",
-                "vllm-project/vllm#46865, vllm-project/vllm#46951",
-                since="0.21",
-            ),
-            gap("a finished request keeps its blocks until they are stored"),
+        Row(
+            "offloading.other_loads",
+            "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector:"
+            "MultiConnector.update_state_after_alloc",
+            "fixes:around_other_loads(self, blocks, num_external_tokens)",
+            "in MultiConnector another connector loads into blocks that are being stored",
+            "vllm-project/vllm#46865, vllm-project/vllm#46951",
+            since="0.21",
+            earlier="a finished request keeps its blocks until they are stored",
+            later=("0.33", "fixed by vllm-project/vllm#46951"),
         ),
         seam(
             gap("copies have numbers of their own", since="0.21"),
@@ -264,10 +229,7 @@ FEATURE = feature(
                 "vllm-project/vllm#39186",
                 since="0.19",
             ),
-            Row(
-                "offloading.aborted_loads_in_one_module",
-                f"{OFFLOADING}_connector:OffloadingConnectorScheduler.request_finished",
-            ),
+            Row("offloading.aborted_loads_in_one_module", f"{_IN_ONE_MODULE}:"),
         ),
         seam(
             gap("copies have numbers of their own", since="0.21"),
@@ -279,10 +241,7 @@ FEATURE = feature(
                 "vllm-project/vllm#39186",
                 since="0.19",
             ),
-            Row(
-                "offloading.aborted_reports_in_one_module",
-                f"{OFFLOADING}_connector:OffloadingConnectorScheduler.update_connector_output",
-            ),
+            Row("offloading.aborted_reports_in_one_module", f"{_IN_ONE_MODULE}:"),
         ),
         seam(
             Row(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvpatch.patch import WITH_TIERS
-from kvpatch.rows import Row, feature, gap, replacement, seam
+from kvpatch.rows import Row, feature, replacement, seam
 from kvpatch.upstream.targets import ENGINE_CORE, OFFLOADING
 
 _KV_OFFLOAD = "vllm.v1.kv_offload"
@@ -31,17 +31,15 @@ FEATURE = feature(
     rules="rules:RULES",
     optional=True,
     seams=(
-        seam(
-            Row(
-                "secondary_tiers.shared_memory",
-                f"{ENGINE_CORE}.__init__",
-                "shared_memory:around_engine_core(vllm_config)",
-                "two engines with one engine_id share one primary tier, and load wrong KV",
-                "none: vLLM opens existing memory of that name",
-                "vLLM refuses memory that another engine created",
-                since="0.26",
-            ),
-            gap("vLLM names the memory after a random id"),
+        Row(
+            "secondary_tiers.shared_memory",
+            f"{ENGINE_CORE}.__init__",
+            "shared_memory:around_engine_core(vllm_config)",
+            "two engines with one engine_id share one primary tier, and load wrong KV",
+            "none: vLLM opens existing memory of that name",
+            "vLLM refuses memory that another engine created",
+            since="0.26",
+            earlier="vLLM names the memory after a random id",
         ),
         Row(
             "secondary_tiers.shared_region",
@@ -53,18 +51,16 @@ FEATURE = feature(
             "vLLM checks the owner of the memory that it opens, and gives the scheduler the "
             "workers' memory",
         ),
-        seam(
-            Row(
-                "secondary_tiers.shared_parts",
-                f"{ENGINE_CORE}._initialize_kv_caches",
-                "parts:around_kv_caches(self, vllm_config)",
-                "the parts of a killed engine's memory stay, and no engine with its engine_id "
-                "starts again",
-                "none: vLLM opens each part but the first exclusively",
-                "vLLM removes the parts that a killed engine left",
-                since="0.33",
-            ),
-            gap("the memory is one file"),
+        Row(
+            "secondary_tiers.shared_parts",
+            f"{ENGINE_CORE}._initialize_kv_caches",
+            "parts:around_kv_caches(self, vllm_config)",
+            "the parts of a killed engine's memory stay, and no engine with its engine_id "
+            "starts again",
+            "none: vLLM opens each part but the first exclusively",
+            "vLLM removes the parts that a killed engine left",
+            since="0.33",
+            earlier="the memory is one file",
         ),
         Row(
             "secondary_tiers.describe",
@@ -186,31 +182,25 @@ FEATURE = feature(
                 upstream="vllm-project/vllm#49176, vllm-project/vllm#49902",
             ),
         ),
-        seam(
-            gap(
-                "the blocks read before a failure are kept (vllm-project/vllm#49176)", since="0.28"
-            ),
-            Row(
-                "secondary_tiers.promoted_blocks",
-                f"{_MANAGER}._flush_pending_promotions",
-                "legacy:split_promotions",
-                "one block that cannot be read fails all blocks of its promotion job",
-                "vllm-project/vllm#49176 (the blocks before it are kept)",
-                only_with=WITH_TIERS,
-            ),
+        Row(
+            "secondary_tiers.promoted_blocks",
+            f"{_MANAGER}._flush_pending_promotions",
+            "legacy:split_promotions",
+            "one block that cannot be read fails all blocks of its promotion job",
+            "vllm-project/vllm#49176 (the blocks before it are kept)",
+            only_with=WITH_TIERS,
+            later=("0.28", "the blocks read before a failure are kept (vllm-project/vllm#49176)"),
         ),
-        seam(
-            gap("fixed by vllm-project/vllm#49671", since="0.27"),
-            Row(
-                "secondary_tiers.last_blocks",
-                f"{_MANAGER}.prepare_store",
-                "legacy:around_prepare_store(self, keys, req_context)",
-                "a request's last blocks are stored after its state was dropped: engine ends",
-                "vllm-project/vllm#49635, vllm-project/vllm#49671",
-                since="0.25",
-                only_with=WITH_TIERS,
-            ),
-            gap("the manager keeps no state per request"),
+        Row(
+            "secondary_tiers.last_blocks",
+            f"{_MANAGER}.prepare_store",
+            "legacy:around_prepare_store(self, keys, req_context)",
+            "a request's last blocks are stored after its state was dropped: engine ends",
+            "vllm-project/vllm#49635, vllm-project/vllm#49671",
+            since="0.25",
+            only_with=WITH_TIERS,
+            earlier="the manager keeps no state per request",
+            later=("0.27", "fixed by vllm-project/vllm#49671"),
         ),
         Row(
             "secondary_tiers.matched_tokens",
@@ -219,16 +209,14 @@ FEATURE = feature(
             "a request that waited for a tier, and others that hold the memory it needs, deadlock",
             *_ADMITTED,
         ),
-        seam(
-            gap("vLLM's stats name the source of every hit", since="0.32"),
-            Row(
-                "secondary_tiers.disk_hits",
-                f"{_SCHEDULER}.update_state_after_alloc",
-                "fixes:count_disk_hits(self, request, blocks, num_external_tokens)",
-                "a hit does not say whether its block came from a disk",
-                "vllm-project/vllm, CacheHitSource in 0.32",
-                only_with=WITH_TIERS,
-            ),
+        Row(
+            "secondary_tiers.disk_hits",
+            f"{_SCHEDULER}.update_state_after_alloc",
+            "fixes:count_disk_hits(self, request, blocks, num_external_tokens)",
+            "a hit does not say whether its block came from a disk",
+            "vllm-project/vllm, CacheHitSource in 0.32",
+            only_with=WITH_TIERS,
+            later=("0.32", "vLLM's stats name the source of every hit"),
         ),
         Row(
             "secondary_tiers.build",
@@ -237,16 +225,14 @@ FEATURE = feature(
             "deferred requests are recorded per step, and the record ends with the step",
             *_ADMITTED,
         ),
-        seam(
-            gap("vLLM promotes nothing until the workers have reported such copies", since="0.33"),
-            Row(
-                "secondary_tiers.reset",
-                f"{_SCHEDULER}.build_connector_meta",
-                "fixes:hold_promotions(self, scheduler_output)",
-                "after a reset a tier promotes into a chunk that an older copy still writes",
-                "vllm-project/vllm#44541 (waits for the tiers' transfers alone)",
-                only_with=WITH_TIERS,
-            ),
+        Row(
+            "secondary_tiers.reset",
+            f"{_SCHEDULER}.build_connector_meta",
+            "fixes:hold_promotions(self, scheduler_output)",
+            "after a reset a tier promotes into a chunk that an older copy still writes",
+            "vllm-project/vllm#44541 (waits for the tiers' transfers alone)",
+            only_with=WITH_TIERS,
+            later=("0.33", "vLLM promotes nothing until the workers have reported such copies"),
         ),
     ),
 )

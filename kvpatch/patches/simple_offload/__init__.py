@@ -5,7 +5,7 @@ It holds a reference to every block that its copies use, so that no page is free
 
 from __future__ import annotations
 
-from kvpatch.rows import Row, feature, gap, replacement, seam
+from kvpatch.rows import Row, feature, replacement, seam
 from kvpatch.upstream.targets import COORDINATOR, SIMPLE, SIMPLE_CONNECTOR
 
 _SCHEDULER = f"{SIMPLE}.manager:SimpleCPUOffloadScheduler"
@@ -63,51 +63,43 @@ FEATURE = feature(
                 until="the connector takes its regions from the allocator",
             ),
         ),
-        seam(
-            gap("a store waits for an event of the computation", since="0.24"),
-            replacement(
-                "simple_offload.copies_in_order",
-                f"{SIMPLE}.worker:DmaCopyBackend",
-                "legacy:ordered_backend",
-                "a store reads blocks that are still being computed, and a load overtakes what "
-                "is still written into its blocks",
-                "vllm-project/vllm#46278 (event between computation and store), "
-                "vllm-project/vllm#45357 (deferred frees)",
-            ),
+        replacement(
+            "simple_offload.copies_in_order",
+            f"{SIMPLE}.worker:DmaCopyBackend",
+            "legacy:ordered_backend",
+            "a store reads blocks that are still being computed, and a load overtakes what "
+            "is still written into its blocks",
+            "vllm-project/vllm#46278 (event between computation and store), "
+            "vllm-project/vllm#45357 (deferred frees)",
+            later=("0.24", "a store waits for an event of the computation"),
         ),
-        seam(
-            gap("blocks leave a window when the step that reads them has ended", since="0.26"),
-            Row(
-                "simple_offload.loads_in_order",
-                f"{SIMPLE}.copy_backend:DmaCopyBackend.launch_copy",
-                "legacy:around_load(self, is_store)",
-                "a load overwrites blocks of a window that a step in flight still reads",
-                "vllm-project/vllm#47282, vllm-project/vllm#47728",
-                since="0.24",
-            ),
-            gap("simple_offload.copies_in_order orders loads too"),
+        Row(
+            "simple_offload.loads_in_order",
+            f"{SIMPLE}.copy_backend:DmaCopyBackend.launch_copy",
+            "legacy:around_load(self, is_store)",
+            "a load overwrites blocks of a window that a step in flight still reads",
+            "vllm-project/vllm#47282, vllm-project/vllm#47728",
+            since="0.24",
+            earlier="simple_offload.copies_in_order orders loads too",
+            later=("0.26", "blocks leave a window when the step that reads them has ended"),
         ),
-        seam(
-            gap("fixed by vllm-project/vllm#54998", since="0.30"),
-            Row(
-                "simple_offload.computed_tokens",
-                f"{_SCHEDULER}.get_num_new_matched_tokens",
-                "fixes:around_match(self, request)",
-                "a prompt whose log-probabilities are asked for is loaded, not computed",
-                "vllm-project/vllm#54998",
-            ),
+        Row(
+            "simple_offload.computed_tokens",
+            f"{_SCHEDULER}.get_num_new_matched_tokens",
+            "fixes:around_match(self, request)",
+            "a prompt whose log-probabilities are asked for is loaded, not computed",
+            "vllm-project/vllm#54998",
+            later=("0.30", "fixed by vllm-project/vllm#54998"),
         ),
-        seam(
-            gap("the hits of requests that wait are released first", since="0.32"),
-            Row(
-                "simple_offload.reset_pinned",
-                f"{_SCHEDULER}.reset",
-                "fixes:before_reset",
-                "a reset keeps the whole tier while a request waits with a hit in it",
-                "vllm-project/vllm, SimpleCPUOffloadScheduler.reset in 0.32",
-                since="0.24",
-            ),
-            gap("the connector cannot be reset"),
+        Row(
+            "simple_offload.reset_pinned",
+            f"{_SCHEDULER}.reset",
+            "fixes:before_reset",
+            "a reset keeps the whole tier while a request waits with a hit in it",
+            "vllm-project/vllm, SimpleCPUOffloadScheduler.reset in 0.32",
+            since="0.24",
+            earlier="the connector cannot be reset",
+            later=("0.32", "the hits of requests that wait are released first"),
         ),
         seam(
             Row(
@@ -205,15 +197,13 @@ FEATURE = feature(
             f"{_FAILED}; the CPU tier would offer blocks that were not stored",
             *_NO_FAILURE,
         ),
-        seam(
-            gap("fixed by vllm-project/vllm#41289", since="0.22"),
-            Row(
-                "simple_offload.stores_once",
-                f"{_SCHEDULER}._prepare_eager_store_specs",
-                "legacy:around_eager_stores(self, scheduler_output)",
-                "a block that two requests share is stored twice, in two CPU blocks",
-                "vllm-project/vllm#41289 (track stores in flight)",
-            ),
+        Row(
+            "simple_offload.stores_once",
+            f"{_SCHEDULER}._prepare_eager_store_specs",
+            "legacy:around_eager_stores(self, scheduler_output)",
+            "a block that two requests share is stored twice, in two CPU blocks",
+            "vllm-project/vllm#41289 (track stores in flight)",
+            later=("0.22", "fixed by vllm-project/vllm#41289"),
         ),
         seam(
             Row(

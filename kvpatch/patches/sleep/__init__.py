@@ -20,6 +20,7 @@ FEATURE = feature(
     since=_SINCE,
     upstream=_ASKED,
     until=_UNTIL,
+    only_with=WITH_SLEEP,
     rules="rules:RULES",
     optional=True,
     seams=(
@@ -28,7 +29,6 @@ FEATURE = feature(
             f"{ENGINE_CORE}.sleep",
             "asleep:around_sleep(self, level, mode)",
             "a sleep drops what only the device has, although the same weights come back",
-            only_with=WITH_SLEEP,
         ),
         Row(
             "sleep.release",
@@ -37,35 +37,30 @@ FEATURE = feature(
             "the pages that it promises to release are not in the allocator that vLLM asks",
             "vllm-project/vllm, `CuMemAllocator.discard`",
             "vLLM asks whoever has mapped a KV cache for its pages",
-            only_with=WITH_SLEEP,
         ),
         Row(
             "sleep.reset",
             f"{ENGINE_CORE}._reset_caches",
             "asleep:around_reset(self, reset_connector)",
             "a sleep of level 1 resets the connector's cache too",
-            only_with=WITH_SLEEP,
         ),
         Row(
             "sleep.step",
             "vllm.v1.engine.core:EngineCoreProc._process_engine_step",
             "asleep:after_engine_step",
             "storing takes several steps of the engine, after which it falls asleep",
-            only_with=WITH_SLEEP,
         ),
         Row(
             "sleep.calls",
             f"{ENGINE_CORE}.collective_rpc",
             "asleep:around_call(self, method)",
             "weights that are replaced after a sleep leave the blocks that it kept",
-            only_with=WITH_SLEEP,
         ),
         Row(
             "sleep.wake_up",
             f"{ENGINE_CORE}.wake_up",
             "asleep:around_wake_up(self, tags)",
             "an engine that woke up has the limit of one that gave its memory back",
-            only_with=WITH_SLEEP,
         ),
     ),
 )
