@@ -35,12 +35,10 @@ _rank = partial(
 
 
 def _stand_in(id: str, target: str, wrapper: str, why: str, since: str, *older: Row | Gap) -> Parts:
-    """Return the seam of a name in whose place there is another object."""
     return seam(replacement(id, target, wrapper, why, since=since), *older)
 
 
 def _simple(id: str, name: str, wrapper: str, why: str) -> Parts:
-    """Return that of a name of SimpleCPUOffloadConnector."""
     return _stand_in(id, f"{_SIMPLE}.{name}", wrapper, why, "0.19", _ABSENT)
 
 

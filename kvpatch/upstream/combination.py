@@ -108,40 +108,6 @@ _HARMLESS = frozenset(
 )
 _VALUES = (Enum, Mapping, frozenset, list, set, tuple)
 _DOTTED = re.compile(r"([A-Za-z_]\w*)([.:][A-Za-z_]\w*)+")
-# Settings that are compared with those of the engine that ran on an NPU (``patches.ascend.ran``).
-FLAGS = (
-    "cache_config.block_size",
-    "cache_config.cache_dtype",
-    "cache_config.enable_prefix_caching",
-    "cache_config.mamba_cache_mode",
-    "cache_config.prefix_caching_hash_algo",
-    "compilation_config.cudagraph_mode",
-    "compilation_config.mode",
-    "attention_config.backend",
-    "model_config.dtype",
-    "model_config.enforce_eager",
-    "model_config.enable_sleep_mode",
-    "model_config.quantization",
-    "model_config.runner_type",
-    "parallel_config.data_parallel_size",
-    "parallel_config.decode_context_parallel_size",
-    "parallel_config.distributed_executor_backend",
-    "parallel_config.enable_expert_parallel",
-    "parallel_config.pipeline_parallel_size",
-    "parallel_config.prefill_context_parallel_size",
-    "parallel_config.tensor_parallel_size",
-    "scheduler_config.async_scheduling",
-    "scheduler_config.disable_hybrid_kv_cache_manager",
-    "scheduler_config.enable_chunked_prefill",
-    "scheduler_config.policy",
-    "scheduler_config.scheduler_cls",
-    "speculative_config.method",
-    "speculative_config.num_speculative_tokens",
-    "kv_events_config.enable_kv_cache_events",
-    "kv_transfer_config.kv_role",
-    "lora_config.max_lora_rank",
-    "use_v2_model_runner",
-)
 # Settings of kvpatch's that bring code of their own, whatever their size.
 OURS = (HOST_POOL, IDLE, FIRST_LIMIT)
 

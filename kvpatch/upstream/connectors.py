@@ -12,17 +12,11 @@ CPU_SPEC = "CPUOffloadingSpec"  # of an OffloadingConnector that names none
 
 
 class Leaf(NamedTuple):
-    """A configured connector, by itself or inside a MultiConnector.
+    """A configured connector, by itself or inside a MultiConnector."""
 
-    Attributes:
-        name: ``kv_connector``.
-        module: ``kv_connector_module_path``, or None for vLLM's own.
-        extra: ``kv_connector_extra_config``.
-    """
-
-    name: str
-    module: str | None
-    extra: dict[str, Any]
+    name: str  # ``kv_connector``
+    module: str | None  # ``kv_connector_module_path``, or None for vLLM's own
+    extra: dict[str, Any]  # ``kv_connector_extra_config``
 
     @property
     def tiers(self) -> list[Any]:

@@ -182,17 +182,11 @@ def blocks_of_page(manager: Any, page: int) -> tuple[int, int]:
 
 
 class Blocks(NamedTuple):
-    """The blocks of a KV cache config, as kvcached has them in its pages.
+    """The blocks of a KV cache config, as kvcached has them in its pages."""
 
-    Attributes:
-        number: how many vLLM has, block 0 among them.
-        size: bytes of one in each tensor.
-        tensors: of one device; as many as pools, twice if K and V are apart.
-    """
-
-    number: int
-    size: int
-    tensors: int
+    number: int  # how many vLLM has, block 0 among them
+    size: int  # bytes of one in each tensor
+    tensors: int  # of one device; as many as pools, twice if K and V are apart
 
     @property
     def usable(self) -> int:

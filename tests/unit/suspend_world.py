@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from kvpatch import state
-from kvpatch.patches.suspend import giving, hold
+from kvpatch.patches.suspend import giving, hooks
 from kvpatch.patches.suspend.giving import Giving
 from kvpatch.patches.suspend.hold import Hold
 from kvpatch.patches.suspend.spill import Spill, Tier
@@ -198,7 +198,7 @@ class Scheduler:
         def wrapped(state):
             self.pause_state = Pause(state)
 
-        hold.around_pause_state(wrapped, self, wanted)
+        hooks.around_pause_state(wrapped, self, (wanted,), {})
 
     def has_unfinished_requests(self):
         return bool(self.running or self.waiting)

@@ -15,7 +15,6 @@ from kvpatch.patches.ascend.presence import CANN, EMULATOR
 from kvpatch.patches.ascend.rules import RULES
 from kvpatch.refusal import Refusal
 from kvpatch.status import record
-from kvpatch.upstream import combination
 from kvpatch.versions import Facts, Installed
 
 
@@ -309,7 +308,7 @@ def test_every_setting_that_matters_is_compared_with_what_ran():
     assert ran.settings(configured(), here()).keys() == ran.RAN.keys()
 
 
-@pytest.mark.parametrize("path", [*combination.FLAGS, *ran.MORE])
+@pytest.mark.parametrize("path", ran.PATHS)
 def test_a_setting_that_did_not_run_on_an_npu_does_not_start_there(path):
     part, _, rest = path.partition(".")
     change = {path.replace(".", "__"): "another"}

@@ -421,7 +421,7 @@ def test_a_region_that_is_there_is_a_refusal_and_the_engine_id_free_again(path):
 
 def test_a_region_goes_with_its_engine(shm):
     """vLLM leaves it if the worker that made it is killed."""
-    path, core = shared_memory.path_of("one"), EngineCore()
+    path, core = shared_memory.region_path("one"), EngineCore()
     tier(core=core, start=lambda config: path.touch(0o600))
     claims.release(core)
     assert not path.exists()
@@ -496,7 +496,7 @@ def test_an_engine_whose_claims_were_released_covers_no_part(shm):
 @pytest.fixture
 def path(shm):
     """The shared memory of the engine_id one."""
-    return shared_memory.path_of("one")
+    return shared_memory.region_path("one")
 
 
 class Region:

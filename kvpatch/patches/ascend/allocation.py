@@ -48,10 +48,7 @@ def halves(cache: Any) -> tuple[Any, Any]:
 
 
 def around_kv_cache_tensors(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Refuse a worker whose KV caches are not kvcached's, or without all patches.
-
-    By then vllm-ascend has made all patches of its own, in the process of the engine.
-    """
+    """Refuse a worker without kvcached's KV caches, or all patches: vllm-ascend made its own."""
     standing.check(instance.vllm_config.scheduler_config.get_scheduler_cls())
     return verify.around_kv_cache_tensors(wrapped, instance, args, kwargs)
 

@@ -7,6 +7,7 @@ have is not known to be right there. Sizes and names are not compared.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,38 +15,6 @@ from kvpatch.environ import DEBUG, FIRST_LIMIT, HOST_POOL, IDLE, VERIFY
 from kvpatch.upstream import combination, connectors
 from kvpatch.versions import Facts
 
-# Settings beside those of ``combination`` by which vllm-ascend chooses code or memory.
-MORE = (
-    "cache_config.kv_sharing_fast_prefill",
-    "cache_config.num_gpu_blocks_override",
-    "ec_transfer_config",
-    "kv_transfer_config.kv_connector",
-    "kv_transfer_config.kv_load_failure_policy",
-    "model_config.architecture",
-    "model_config.enable_prompt_embeds",
-    "model_config.model_impl",
-    "model_config.multimodal_config",
-    "model_config.override_attention_dtype",
-    "offload_config.prefetch.offload_group_size",
-    "offload_config.uva.cpu_offload_gb",
-    "parallel_config.enable_dbo",
-    "parallel_config.enable_elastic_ep",
-    "parallel_config.enable_eplb",
-    "parallel_config.nnodes",
-    "parallel_config.worker_cls",
-    "parallel_config.worker_extension_cls",
-    "quant_config",
-    "weight_transfer_config",
-)
-ENVIRONMENT = (
-    "KVCACHED_PAGE_PREALLOC_ENABLED",
-    "KVCACHED_PAGE_SIZE_MB",
-    "TRITON_INTERPRET",
-    "VLLM_ATTENTION_BACKEND",
-    "VLLM_ENABLE_V1_MULTIPROCESSING",
-    "VLLM_KV_CACHE_LAYOUT",
-    "VLLM_USE_V2_MODEL_RUNNER",
-)
 _SIMPLE = f"vllm:{connectors.SIMPLE} "
 _UNSET = (None,)
 # By the names of ``settings``; the first that differs is in the sentence. What is compared and not
@@ -126,12 +95,20 @@ RAN: dict[str, tuple[Any, ...]] = {
 # What vllm-ascend writes into its own additional_config; it is read with graphs, and for experts.
 _WRITTEN = ("ascend_compilation_config", "ascend_fusion_config")
 _OWN_VARIABLES = "VLLM_ASCEND_"
+# Of these, what is a setting as it is, by its path, and what a variable.
+PATHS = tuple(
+    name
+    for name in RAN
+    if re.fullmatch(r"[a-z0-9_.]+", name)
+    and name not in ("additional_config", "cache_config.kv_cache_memory_bytes")
+)
+_VARIABLES = tuple(name for name in RAN if re.fullmatch(r"(KVCACHED|TRITON|VLLM)_[A-Z0-9_]+", name))
 
 
 def settings(config: Any, facts: Facts) -> dict[str, Any]:
     """Return the settings of a ``VllmConfig`` that are compared with what ran."""
-    found = combination.settings(config, (*combination.FLAGS, *MORE))
-    found |= {name: facts.environment.get(name) for name in ENVIRONMENT}
+    found = combination.settings(config, PATHS)
+    found |= {name: facts.environment.get(name) for name in _VARIABLES}
     found |= {one.name: bool(one.read(facts.environment)) for one in combination.OURS}
     for number, leaf in enumerate(connectors.leaves(config.kv_transfer_config)):
         extra = json.dumps(combination.without_sizes(leaf.extra), sort_keys=True, default=str)

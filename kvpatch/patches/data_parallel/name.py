@@ -16,9 +16,8 @@ from kvpatch.patches.elastic_memory import ipc_name
 def named_by_rank(original: Any) -> Any:
     """Return ``EngineCoreProc.run_engine_core``, which names its engine first.
 
-    It is the target of the process of an engine: nothing there has used the name yet, and only
-    here is the first rank of a dense model known, whose configuration vLLM then makes that of a
-    server without ranks. No wrapper, because a process that is spawned finds its target by name.
+    Nothing in the engine's process has used the name yet, and only here is the first rank of a
+    dense model known. No wrapper, because a process that is spawned finds its target by name.
     """
     run = getattr(original, "__func__", original)
 

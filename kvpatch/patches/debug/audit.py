@@ -40,12 +40,7 @@ def checksum(regions: Iterable[Region], block: int) -> int:
 
 
 class Audited:
-    """An object of vLLM that copies blocks; what the audit does not define is its own.
-
-    Attributes:
-        blocks_per_page: for the messages; 0 while nobody said.
-        checked: blocks that were verified, and loads of blocks that cannot be.
-    """
+    """An object of vLLM that copies blocks; what the audit does not define is its own."""
 
     def __init__(self, audited: Any) -> None:
         self._audited = audited

@@ -1,11 +1,4 @@
-"""Debug mode before vLLM 0.28, in the terms of later releases.
-
-up to 0.27  the record of a store has other names for its blocks
-up to 0.24  the worker has a handler for each direction, and a transfer is a pair of specs
-up to 0.20  jobs are made in the worker, which keeps whose they are; the scheduler has
-            requests on record, whose blocks it keeps until they are stored or loaded
-up to 0.18  the worker is registered with tensors
-"""
+"""Debug mode before vLLM 0.28, in the terms of later releases."""
 
 from __future__ import annotations
 
@@ -62,10 +55,7 @@ def around_register_by_request(wrapped: Any, instance: Any, args: Any, kwargs: A
 
 
 def around_register_tensors(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
-    """Put the audit around the worker of 0.16 to 0.18.
-
-    kvpatch passes regions to it: blocks, tokens and the bytes of a token.
-    """
+    """Put the audit around the worker of 0.16 to 0.18, to which kvpatch passes regions."""
     wrapped(*args, **kwargs)
     kv_caches = argument(args, kwargs, 0, "kv_caches")
     regions = [rows.view(len(rows), -1) for rows in kv_caches.values()]

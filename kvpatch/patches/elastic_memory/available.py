@@ -16,17 +16,11 @@ from kvpatch import state
 
 
 class Unmapped(NamedTuple):
-    """The blocks of pages that could be mapped; kept on kvcached's manager.
+    """The blocks of pages that could be mapped; kept on kvcached's manager."""
 
-    Attributes:
-        blocks: of those pages.
-        read_at: when the device's free memory was read of which they are, as kvcached has it.
-        until: when kvcached would read it anew.
-    """
-
-    blocks: int
-    read_at: float
-    until: float
+    blocks: int  # of those pages
+    read_at: float  # when the device's free memory was read of which they are, as kvcached has it
+    until: float  # when kvcached would read it anew
 
 
 def remembered(available_size: Callable[[Any], int]) -> Callable[[Any], int]:

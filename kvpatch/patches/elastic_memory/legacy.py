@@ -1,9 +1,4 @@
-"""Elastic memory before vLLM 0.29.
-
-0.16-0.28  kvcached has other sizes of blocks, and K and V may be apart
-0.19-0.23  groups of KV cache take their blocks one after the other: the blocks that one group loads
-           into evict the prefix that the next one has found
-"""
+"""Elastic memory before vLLM 0.29."""
 
 from __future__ import annotations
 

@@ -24,21 +24,13 @@ PERIOD = 1.0  # seconds between two questions, and without a map after one that 
 
 
 class Ranks:
-    """What an engine knows of its ranks' GPUs, kept on kvcached's manager.
+    """What an engine knows of its ranks' GPUs, kept on kvcached's manager."""
 
-    Attributes:
-        several: whether pages are mapped on several ranks; None until that is asked.
-        fewer: pages that the fullest GPU has less than the one that kvcached reads.
-        due: when the ranks are asked next; ``time.monotonic()``, as is ``hold``.
-        hold: until when no page counts as free, because a map failed.
-        full: whether another GPU was full at the last answer, and the first was not.
-    """
-
-    several: bool | None = None
-    fewer: int = 0
-    due: float = 0.0
-    hold: float = 0.0
-    full: bool = False
+    several: bool | None = None  # pages are mapped on several ranks; None until asked
+    fewer: int = 0  # pages that the fullest GPU has less than the one that kvcached reads
+    due: float = 0.0  # when the ranks are asked next; ``time.monotonic()``, as is ``hold``
+    hold: float = 0.0  # until when no page counts as free, because a map failed
+    full: bool = False  # whether another GPU was full at the last answer, and the first was not
 
 
 def around_send(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:

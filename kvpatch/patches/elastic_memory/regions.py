@@ -38,15 +38,10 @@ INDEXER = "INDEXER"  # vLLM's ``SparseCacheRole`` of keys in fp8 with their scal
 
 
 class Regions(NamedTuple):
-    """The memory of all blocks.
+    """The memory of all blocks."""
 
-    Attributes:
-        tensors: int8 tensors of shape ``[num_blocks, bytes]``; row b is a part of block b.
-        groups: per KV cache group, the indices of the regions that its layers use.
-    """
-
-    tensors: list[Any]
-    groups: list[list[int]]
+    tensors: list[Any]  # int8 tensors of shape ``[num_blocks, bytes]``; row b is a part of block b
+    groups: list[list[int]]  # per KV cache group, the indices of the regions that its layers use
 
     @property
     def block_bytes(self) -> int:
@@ -57,19 +52,14 @@ class Regions(NamedTuple):
 def find_regions(
     kv_caches: dict[str, Any], groups: Iterable[Iterable[str]], num_blocks: int
 ) -> Regions:
-    """Derive the regions from kvcached's block views.
+    """Derive the regions from kvcached's block views, in the order in which layers use them.
 
     Args:
         kv_caches: a KV cache tensor per layer name, as the model runner registers them.
         groups: the layer names of each KV cache group.
         num_blocks: the blocks that the scheduler allocates; kvcached reserves more.
 
-    Returns:
-        The regions, in the order of the first layer that uses each.
-
-    Raises:
-        Refusal: a layer's KV cache is not kvcached's, or has fewer blocks than
-            the scheduler allocates.
+    Refused where a layer's KV cache is not kvcached's, or has fewer blocks than that.
     """
     import torch
 

@@ -9,8 +9,7 @@ from typing import Any
 def around_wait(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Let the pool get ready while a request waits for that.
 
-    With asynchronous scheduling who waits holds the lock that the thread which reserves block 0
-    needs.
+    With asynchronous scheduling the request holds the lock that the reservation of block 0 needs.
     """
     if hasattr(instance._lock, "_is_owned"):  # synchronous scheduling has no lock
         unlocked = threading.Condition(instance._lock)

@@ -8,7 +8,6 @@ from kvpatch.rules import Rule
 
 
 def _machines(config: Any) -> int:
-    """Return over how many machines the ranks of one engine are spread."""
     return int(getattr(config.parallel_config, "nnodes_within_dp", 1))
 
 

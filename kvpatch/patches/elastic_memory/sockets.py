@@ -24,8 +24,7 @@ def around_listener(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Make the folder of a worker's socket before the socket, and close both to other users.
 
     Engines that share /tmp but not /dev/shm do not see each other's claim of the name, and would
-    map each other's pages. Refused where another engine's worker listens, or the folder is not ours
-    alone.
+    map each other's pages: refused where another engine's worker listens.
     """
     from kvcached import tp_ipc_util
 

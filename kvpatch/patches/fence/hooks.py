@@ -17,23 +17,15 @@ from kvpatch.upstream import connectors, kvcached_api
 
 @dataclass
 class Fenced:
-    """A fence with its page manager and scheduler; kept on kvcached's manager and on the
-    connector's scheduler.
-
-    Attributes:
-        fence: decides which pages may be unmapped.
-        manager: kvcached's manager of the engine's pages.
-        scheduler: vLLM's scheduler.
-        on_release: called with the ids of pages before they are unmapped.
-        reserve: the freed pages that stay mapped for a while; None if none do.
-        asked: of these none stays while one of them says that memory is asked for.
-    """
+    """A fence with its page manager; kept on that and on the connector's scheduler."""
 
     fence: Fence
     manager: Any
     scheduler: Any
+    # Called with the ids of pages before they are unmapped.
     on_release: list[Callable[[list[int]], None]] = field(default_factory=list)
-    reserve: Reserve | None = None
+    reserve: Reserve | None = None  # the freed pages that stay mapped for a while; None if none do
+    # Of these none stays while one of them says that memory is asked for.
     asked: list[Callable[[], bool]] = field(default_factory=list)
 
     @property

@@ -1,19 +1,10 @@
 """The fence before vLLM 0.25, in the terms of later releases.
 
-    up to 0.24  a transfer is a pair of specs instead of two fields
-    up to 0.23  a connector cannot request steps; ``Scheduler.has_requests`` is wrapped instead
-    up to 0.22  a block that left a sliding window may be stored after its reallocation
-    up to 0.20  transfers belong to requests and have no ids
-
-Up to 0.20 the connector is notified when all stores or loads of a request have completed. So
-each transfer is numbered here when it is passed to the workers, and completes when
-
-    the request's loads, or all its stores after it finished, are reported; or
-    the workers have run the step in which the request was preempted: before it they
-    wait for the request's stores.
-
-A request that finishes while it is stored keeps its blocks until its stores are reported, for
-which the engine has to keep stepping.
+Up to 0.20 the connector is notified when all stores or loads of a request have completed. So each
+transfer is numbered here when it is passed to the workers, and completes when the request's loads,
+or all its stores after it finished, are reported; or when the workers have run the step in which
+the request was preempted, before which they wait for its stores. A request that finishes while it
+is stored keeps its blocks until its stores are reported, for which the engine has to keep stepping.
 """
 
 from __future__ import annotations

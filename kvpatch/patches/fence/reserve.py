@@ -14,11 +14,7 @@ PART = 4  # of the device's free memory no more than one part in so many, which 
 
 
 class Reserve:
-    """Decides how many of the freed pages are still wanted; counts steps.
-
-    Attributes:
-        kept: freed pages that stayed mapped in the last step.
-    """
+    """Decides how many of the freed pages are still wanted; ``kept`` stayed in the last step."""
 
     def __init__(self) -> None:
         self.kept = 0

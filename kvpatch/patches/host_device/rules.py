@@ -50,7 +50,6 @@ def _kv_cache(config: Any) -> int:
 
 
 def _device(facts: Facts) -> int:
-    """Return the bytes of the host device; 0 without one."""
     size = HOST_DEVICE.read(facts.environment)
     return environ.size(size) if facts.device == "cpu" and size else 0
 

@@ -21,15 +21,10 @@ from kvpatch.upstream.vllm_api import chunks_of
 
 
 class Tier(ABC):
-    """The scheduler's side of a CPU tier whose workers have mapped its file.
+    """The scheduler's side of a CPU tier whose workers have mapped its file."""
 
-    Attributes:
-        hosts: objects of vLLM whose methods have to find the tier's part in the pool.
-        disks: its secondary tiers.
-    """
-
-    hosts: list[Any]
-    disks: tuple[Any, ...] = ()
+    hosts: list[Any]  # objects of vLLM whose methods have to find the tier's part in the pool
+    disks: tuple[Any, ...] = ()  # its secondary tiers
 
     @abstractmethod
     def lay_out(self, file: int, extent: int, told: list[bytes]) -> tuple[Memory, Extents]:

@@ -66,14 +66,7 @@ def asked(config: Any) -> int:
 
 
 class _Pool(NamedTuple):
-    """What an engine finds when it starts.
-
-    Attributes:
-        limit: bytes of the pool.
-        others: how many engines run in it.
-        committed: bytes that they have, and give back when they must.
-        ceiling: bytes that they may have at most.
-    """
+    """What an engine finds when it starts: engines, and bytes, of which ``committed`` come back."""
 
     limit: int
     others: int

@@ -20,14 +20,7 @@ from kvpatch.upstream.vllm_api import lookup_results
 class Pooled:
     """A tier in the pool; kept on the engine, its scheduler, the connector's and the manager.
 
-    Attributes:
-        extents: of the tier.
-        keeper: commits them and gives them back.
-        lock: of the extents, and of what a step of the scheduler has found in the tier.
-        workers: of the engine.
-        disks: its secondary tiers, whose threads read and write the tier's chunks.
-        looking: whether a block is being looked up, and would be promoted.
-        promotions: how many blocks of this step wait for memory to be promoted into.
+    Its lock is of the extents, and of what a step of the scheduler has found in the tier.
     """
 
     def __init__(
@@ -39,9 +32,9 @@ class Pooled:
         disks: tuple[Any, ...] = (),
     ) -> None:
         self.extents, self.keeper, self.lock, self.workers = extents, keeper, lock, workers
-        self.disks = disks
-        self.looking = False
-        self.promotions = 0
+        self.disks = disks  # secondary tiers, whose threads read and write the tier's chunks
+        self.looking = False  # a block is looked up, and would be promoted
+        self.promotions = 0  # blocks of this step that wait for memory to be promoted into
         self._process: int | None = os.getpid()
 
     def evict_draining(self) -> None:

@@ -20,11 +20,7 @@ def carry_pool_attributes(wrapped: Any, instance: Any, args: Any, kwargs: Any) -
 
 
 def request_memory(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> int:
-    """Subtract weights held by another process from the engine's budget, as vLLM does.
-
-    vLLM 0.32 passes their bytes as a third argument; ValueError if they exceed the budget, as
-    there.
-    """
+    """Subtract weights held by another process, vLLM 0.32's third argument, from the budget."""
 
     def bind(init_snapshot: Any, cache_config: Any, external_weight_memory: int = 0) -> Any:
         return (init_snapshot, cache_config), external_weight_memory

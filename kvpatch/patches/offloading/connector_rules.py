@@ -93,7 +93,6 @@ def _other_specs(config: Any) -> list[str]:
 
 
 def _other_keys(config: Any, facts: Facts) -> list[str]:
-    """Return the keys of OffloadingConnector's extra config that no engine ran with."""
     keys = [key for leaf in leaves(config) for key in OTHER_KEYS if leaf.extra.get(key)]
     if not place.ran_with(SELF_DESCRIBING, config, facts):
         keys += ["self_describing_kv_events"] * _describes_events(config)
@@ -114,7 +113,6 @@ def _unread_keys(config: Any, facts: Facts) -> str:
 
 
 def _unread(leaf: connectors.Leaf) -> Iterator[tuple[str, str]]:
-    """Iterate over the keys of a connector that vLLM ignores, and what to do about each."""
     for key, near in connector_keys.unread(leaf).items():
         if key != "secondary_tiers":
             yield key, f"did you mean {near}?" if near else "remove it"

@@ -36,22 +36,15 @@ _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 class CpuTier(NamedTuple):
-    """The CPU tier of one connector.
+    """The CPU tier of one connector."""
 
-    Attributes:
-        asked: bytes that are configured, of all ranks.
-        taken: bytes that it takes before the engine is ready, at least.
-        in_shm: whether it is a file in /dev/shm.
-        registered: bytes of the largest range that is registered with CUDA at once; 0 if
-            torch allocates it, or it is registered in parts.
-        rounded: whether torch rounds each of its allocations up to a power of two.
-    """
-
-    asked: int
-    taken: int
-    in_shm: bool
+    asked: int  # bytes that are configured, of all ranks
+    taken: int  # bytes that it takes before the engine is ready, at least
+    in_shm: bool  # whether it is a file in /dev/shm
+    # Bytes of the largest range that is registered with CUDA at once; 0 if torch allocates it, or
+    # it is registered in parts.
     registered: int
-    rounded: bool
+    rounded: bool  # whether torch rounds each of its allocations up to a power of two
 
 
 def of(config: Any, facts: Facts) -> list[CpuTier]:

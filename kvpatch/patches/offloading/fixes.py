@@ -1,9 +1,4 @@
-"""OffloadingConnector up to vLLM 0.32: faults that later releases have fixed.
-
-up to 0.32  blocks that another connector loads into are not known to be in use again
-up to 0.31  a session keeps the hash of a block whose last token it has dropped
-up to 0.29  the last token of a finished request is stored, which was never computed
-"""
+"""OffloadingConnector up to vLLM 0.32: faults that later releases have fixed."""
 
 from __future__ import annotations
 

@@ -2,19 +2,6 @@
 
 Up to 0.25 the connector behaves the same under other names. Each adapter presents the older object
 under the newer names, and calls the code for those.
-
-    0.26        an aborted request is stored as if all of it were computed
-    up to 0.25  a reset leaves its discarded copies with the requests
-    up to 0.27  a load does not wait for the computation that was launched before it
-    up to 0.25  the KV cache config is an attribute of the worker's spec, not of the worker
-    up to 0.24  one handler per direction is registered, instead of a worker
-    up to 0.24  a step does not name the requests that a reset has preempted
-    up to 0.23  tokens that a request asks to compute are loaded
-    up to 0.23  no reset of the caches is one of the CPU tier, by its defaults or at all
-    0.21-0.23   a preempted request is loaded while it is stored
-    up to 0.20  a request that was stored and is being loaded is freed at once if it is aborted
-    up to 0.20  a model of windows alone keeps the ids of blocks that left them
-    up to 0.18  tensors are registered, with the attention backends that define their shapes
 """
 
 from __future__ import annotations
@@ -93,7 +80,6 @@ def _register(instance: Any, init: Callable[[Any], None], args: Any, kwargs: Any
 
 
 def _later(worker: Any) -> SimpleNamespace:
-    """Return the worker's attributes under the names of later releases."""
     spec = worker.spec
     config = SimpleNamespace(worker_kv_bytes_per_block=block_bytes(spec))
     return SimpleNamespace(

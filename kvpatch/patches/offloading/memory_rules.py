@@ -84,7 +84,6 @@ def _machine(config: Any, facts: Facts) -> str:
 
 
 def _tight(config: Any, facts: Facts) -> str:
-    """Warn of a tier for which other processes would have to be swapped out."""
     memory, taken = memory_of(facts), _taken(config, facts)
     if memory is None or taken == 0:
         return ""
@@ -97,7 +96,6 @@ def _tight(config: Any, facts: Facts) -> str:
 
 
 def _rounding(config: Any, facts: Facts) -> str:
-    """Warn of memory that torch takes and nobody uses."""
     tiers = [tier for tier in cpu_tier.of(config, facts) if tier.rounded]
     if not tiers or memory_of(facts) is None:
         return ""

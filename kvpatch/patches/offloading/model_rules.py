@@ -59,7 +59,6 @@ def _ran_on_ranks(config: Any, facts: Facts) -> bool:
 
 
 def _pooling(config: Any, facts: Facts) -> bool:
-    """Return whether a model is run for its pooled states, where that did not run."""
     model = config.model_config
     span = POOLED.get(config.kv_transfer_config.kv_connector)
     return getattr(model, "runner_type", "") == "pooling" and not (
@@ -85,7 +84,6 @@ def _has_experts(model: Any) -> bool:
 
 
 def _experts(config: Any, facts: Facts) -> bool:
-    """Return whether ranks divide experts among them in a way that did not run."""
     ranks = config.parallel_config.tensor_parallel_size
     divided = ranks > 1 and _has_experts(config.model_config)
     apart = spreads_experts(config)

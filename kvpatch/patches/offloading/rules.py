@@ -57,7 +57,6 @@ NEVER_SET = (
 
 
 def _scheduler(config: Any) -> str | None:
-    """Return the full name of the requested scheduler class; None is vLLM's choice."""
     requested = config.scheduler_config.scheduler_cls
     if requested is None or not isinstance(requested, type):
         return requested
@@ -144,14 +143,12 @@ def has_whole_prompts(config: Any, facts: Facts) -> bool:
 
 
 def _did_not_run(has: Check, feature: str) -> Check:
-    """Return whether a configuration has something, where no engine ran with that feature."""
     return lambda config, facts: (
         has(config, facts) and not place.starts_with(feature, config, facts)
     )
 
 
 def _never_set(config: Any) -> list[str]:
-    """Return the fields of vLLM's configuration that are set and that no engine ran with."""
     found = [path for path in NEVER_SET if combination.settings(config, [path])[path]]
     # vLLM waits with the blocks of a request that ended for steps in flight if it also loads.
     if getattr(config.kv_transfer_config, "kv_role", None) not in (None, "kv_both"):

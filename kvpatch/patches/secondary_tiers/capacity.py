@@ -296,7 +296,6 @@ class Folder(Ledger):
         return database
 
     def _begin_anew(self) -> None:
-        """Remove a ledger that is damaged, unless another engine has."""
         path = ledger_of(self.root)
         with suppress(OSError), private.alone(path.parent, private.within(self._patience)):
             status = path.lstat()

@@ -249,7 +249,6 @@ def _response(layer: Any) -> Any:
 
 
 def _digest(executor: Any) -> str:
-    """Return the digest of the descriptions of all workers of ``executor``."""
     descriptions = executor.collective_rpc(describe)
     return hashlib.sha256(json.dumps(descriptions, sort_keys=True).encode()).hexdigest()
 

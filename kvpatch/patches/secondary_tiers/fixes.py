@@ -1,8 +1,4 @@
-"""Secondary tiers up to vLLM 0.32: faults that later releases have fixed.
-
-up to 0.32  a tier may write to a chunk that a copy from before a reset still reads or writes
-up to 0.31  stats do not say which hits came from a disk
-"""
+"""Secondary tiers up to vLLM 0.32: faults that later releases have fixed."""
 
 from __future__ import annotations
 
@@ -34,7 +30,6 @@ def hold_promotions(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _older_than_reset(fenced: Fenced, planner: Any) -> bool:
-    """Whether a copy is in flight that the last reset of the connector's cache has dropped."""
     return any(job < planner._stale_job_threshold for job in fenced.fence.transfers)
 
 
@@ -53,7 +48,6 @@ def count_disk_hits(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _promoted(planner: Any, request: Any, tokens: int) -> int:
-    """Return how many of the tokens that a request loads are of blocks promoted for it."""
     status = planner._req_status[request.request_id]
     promoted = state.find(status.req_context, Promoted)
     if promoted is None:

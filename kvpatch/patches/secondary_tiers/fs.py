@@ -135,7 +135,6 @@ class TimedTasks:
 
 
 def _warn_of_random_hashes() -> None:
-    """Say that no other process finds the files, where vLLM seeds its hashes at random."""
     if not PYTHONHASHSEED.read() and not hasattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED"):
         log.warning(
             "PYTHONHASHSEED is not set: this vLLM names blocks by a random seed, no later engine "
@@ -163,10 +162,7 @@ def _folder_of(tier: Any, root: str) -> Folder:
 class PatientFileSystemTier(FileSystemTierManager):  # type: ignore[misc]
     """vLLM's ``fs`` tier; while it is late, it is not used. Its directories are this user's only.
 
-    Attributes:
-        weights: whether the blocks of the engine are those of the tier's folder.
-        disk: what it did with its disk.
-        folder: what the tiers of all engines have in its folder.
+    ``weights`` says whether the blocks of the engine are those of the tier's folder.
     """
 
     _lookup_manager: Any

@@ -1,11 +1,4 @@
-"""Secondary tiers before vLLM 0.28, in the terms of later releases.
-
-up to 0.27  a job succeeds or fails as a whole, with all of its blocks
-up to 0.26  blocks are written to files one by one, only with direct I/O, and, from 0.25 on, a
-            request's last blocks are stored after the manager has dropped the request
-up to 0.24  a lookup returns True, False or None for later, and the class of a tier is not
-            looked up
-"""
+"""Secondary tiers before vLLM 0.28, in the terms of later releases."""
 
 from __future__ import annotations
 

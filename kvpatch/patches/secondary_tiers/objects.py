@@ -74,21 +74,14 @@ class SealLookups(ObjAsyncLookupManager):  # type: ignore[misc]
 
 @dataclass
 class Job:
-    """A job that has begun.
-
-    Attributes:
-        keys, chunks: its blocks, and their places in the primary tier.
-        loads: whether they are read.
-        moving: of the blocks and the seals, what NIXL moves now.
-        failed: whether one of these could not be moved, or not be submitted.
-        seals: on a store, the bytes being computed; on a load, which blocks are what was stored.
-    """
+    """A job that has begun."""
 
     keys: list[Any]
-    chunks: Any
+    chunks: Any  # their places in the primary tier
     loads: bool
-    moving: set[str] = field(default_factory=set)
-    failed: bool = False
+    moving: set[str] = field(default_factory=set)  # of "blocks" and "seals", what NIXL moves now
+    failed: bool = False  # one of these could not be moved, or not be submitted
+    # On a store the bytes being computed; on a load which blocks are what was stored.
     seals: Future[list[Any]] | None = None
 
 
@@ -97,10 +90,6 @@ class SealedObjectTier(ObjectStoreSecondaryTierManager):  # type: ignore[misc]
 
     A store computes seals on a thread, then writes the blocks, then the seals. A load reads both
     at once, then checks on the thread. NIXL is called where vLLM calls it.
-
-    Attributes:
-        weights: whether the blocks of the engine are those of the tier's names.
-        disk: what it did with its store.
     """
 
     _lookup_manager: Any
@@ -115,7 +104,8 @@ class SealedObjectTier(ObjectStoreSecondaryTierManager):  # type: ignore[misc]
         with fingerprint.without_folders(), _telemetry():
             super().__init__(offloading_spec, primary_kv_view, tier_type, **config)
         self.unanswered = Unanswered(patience())
-        self.disk = Disk()
+        self.disk = Disk()  # what it did with its store
+        # Whether the blocks of the engine are those of the tier's names.
         self.weights = state.find(self._file_mapper, Weights)
         self._memory = primary_kv_view.cast("B")
         self._threads = ThreadPoolExecutor(1, "kvpatch-seals")
@@ -201,7 +191,6 @@ class SealedObjectTier(ObjectStoreSecondaryTierManager):  # type: ignore[misc]
 
     @contextmanager
     def _of_seals(self) -> Iterator[None]:
-        """Let vLLM move seals where it moves blocks."""
         blocks = self._dram_prepped_handle, self._block_size_bytes
         self._dram_prepped_handle, self._block_size_bytes = self._seals_prepared, SEALED
         try:
@@ -218,7 +207,6 @@ class SealedObjectTier(ObjectStoreSecondaryTierManager):  # type: ignore[misc]
         return len(self._memory) // len(self._seals)
 
     def _computed(self, job: Job) -> list[bytes]:
-        """Return the seals of a job's blocks, as they are in the primary tier."""
         found = []
         for name, chunk in zip(self.names(job.keys), job.chunks.tolist(), strict=True):
             with self._block(chunk) as block:
@@ -275,7 +263,6 @@ class SealedObjectTier(ObjectStoreSecondaryTierManager):  # type: ignore[misc]
         self._move(number, job, "blocks", NIXL_WRITE)
 
     def _verified(self, job: Job) -> list[bool]:
-        """Return for each block of a job whether it is what was stored."""
         computed = self._computed(job)
         read = (self._seals[chunk, : FIELDS.size].tobytes() for chunk in job.chunks.tolist())
         return [one == other for one, other in zip(computed, read, strict=True)]

@@ -6,8 +6,8 @@ from typing import Any
 
 from kvpatch import claims, state
 from kvpatch.patch import argument
-from kvpatch.patches.secondary_tiers.shared_memory import path_of
 from kvpatch.upstream import connectors
+from kvpatch.upstream.vllm_api import region_path
 
 PARTS = 32  # at most, by _REGION_SEGMENTS in vLLM's kv_offload/cpu/spec.py
 
@@ -21,6 +21,6 @@ def around_kv_caches(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any
     transfer = argument(args, kwargs, 0, "vllm_config").kv_transfer_config
     held = state.find(instance, claims.Held)
     if held is not None and held.claims and connectors.offloading(transfer):
-        first = path_of(transfer.engine_id).name
+        first = region_path(transfer.engine_id).name
         held.claims[-1].cover(*(f"{first}.{part}" for part in range(1, PARTS)))
     return wrapped(*args, **kwargs)

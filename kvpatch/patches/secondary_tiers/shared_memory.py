@@ -22,11 +22,6 @@ _OTHERS = "another user could read and change the KV of this engine's requests"
 _OTHER_ID = "give this engine another engine_id in kv_transfer_config"
 
 
-def path_of(engine_id: str) -> Path:
-    """Return the file of vLLM's ``SharedOffloadRegion``."""
-    return region_path(engine_id)
-
-
 def around_engine_core(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Refuse an engine whose primary tier would be another engine's memory.
 
@@ -39,7 +34,7 @@ def around_engine_core(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> A
     if not connectors.offloading(transfer):
         return wrapped(*args, **kwargs)
     gc.collect()  # releases the engine_id of an engine that was dropped before
-    path = path_of(transfer.engine_id)
+    path = region_path(transfer.engine_id)
     try:
         claim = claims.hold(instance, "tier", transfer.engine_id)
     except claims.Taken as taken:
@@ -87,7 +82,7 @@ def around_region(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         kwargs["instance_id"] if "instance_id" in kwargs else argument(args, kwargs, 0, "engine_id")
     )
     of_worker = argument(args, kwargs, 2, "rank") is not None
-    path = path_of(name)
+    path = region_path(name)
     if not _check_path(path) and not of_worker:
         raise _lost(path)  # and no second file, as large as the first
     try:
@@ -121,7 +116,6 @@ def _lost(path: Path) -> Refusal:
 
 
 def _check_path(path: Path) -> bool:
-    """Return whether the file is there; refuse one that is not this user's alone."""
     try:
         status = path.lstat()
     except FileNotFoundError:

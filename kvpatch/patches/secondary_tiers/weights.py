@@ -27,23 +27,14 @@ from kvpatch.patch import argument
 
 @dataclass
 class Weights:
-    """What an engine's tiers know of its weights; kept on the ``EngineCore`` and each tier.
+    """What an engine's tiers know of its weights; kept on the ``EngineCore`` and each tier."""
 
-    Attributes:
-        describe: returns the fingerprint of the weights as they are.
-        described: the fingerprint that the tiers' folders are named after.
-        touched: a call to the workers may have replaced the weights.
-        used: blocks may have been computed since the caches were reset.
-        suspended: the caches may hold blocks of other weights than ``described``.
-        renamed: called with each new fingerprint, before a tier is used with it.
-    """
-
-    describe: Callable[[], str]
-    described: str
-    touched: bool = False
-    used: bool = False
-    suspended: bool = False
-    renamed: list[Callable[[str], None]] = field(default_factory=list)
+    describe: Callable[[], str]  # returns the fingerprint of the weights as they are
+    described: str  # the fingerprint that the tiers' folders are named after
+    touched: bool = False  # a call to the workers may have replaced the weights
+    used: bool = False  # blocks may have been computed since the caches were reset
+    suspended: bool = False  # the caches may hold blocks of other weights than ``described``
+    renamed: list[Callable[[str], None]] = field(default_factory=list)  # told each new one
 
     def usable(self) -> bool:
         """Whether tiers may be used, for blocks of the weights as they are."""

@@ -1,8 +1,4 @@
-"""SimpleCPUOffloadConnector up to vLLM 0.31: faults that later releases have fixed.
-
-0.24-0.31   a reset keeps the blocks of the tier if one of them is pinned for a request that waits
-up to 0.29  tokens that a request asks to compute are loaded
-"""
+"""SimpleCPUOffloadConnector up to vLLM 0.31: faults that later releases have fixed."""
 
 from __future__ import annotations
 

@@ -1,12 +1,4 @@
-"""SimpleCPUOffloadConnector before vLLM 0.26, in the terms of later releases.
-
-up to 0.25  a load does not wait for the computation that was launched before it
-up to 0.25  lazy mode follows the links of vLLM's free block queue itself, and kvcached's
-            pool for these releases has no attribute ``blocks``
-up to 0.23  a connector cannot request steps; ``Scheduler.has_requests`` is wrapped instead
-up to 0.23  a store may read blocks that the device is still computing
-up to 0.21  a block that two requests share is stored twice
-"""
+"""SimpleCPUOffloadConnector before vLLM 0.26, in the terms of later releases."""
 
 from __future__ import annotations
 

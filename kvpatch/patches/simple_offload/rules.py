@@ -19,7 +19,6 @@ VALIDATED_BACKENDS = (None, "cpu")  # kv_offload_backend
 
 
 def _values(config: Any, key: str) -> list[Any]:
-    """Return the value of ``key`` of each SimpleCPUOffloadConnector's extra config, or None."""
     leaves = connectors.leaves(config.kv_transfer_config)
     return [leaf.extra.get(key) for leaf in leaves if leaf.name == connectors.SIMPLE]
 

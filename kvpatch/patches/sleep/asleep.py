@@ -32,25 +32,15 @@ _STAYS = "release_kv_cache_memory has dropped the caches, and kvcached's pages s
 
 @dataclass
 class Asleep:
-    """Kept on the ``EngineCore``.
+    """Kept on the ``EngineCore``."""
 
-    Attributes:
-        pending: what the client waits for while blocks are stored.
-        sleep: vLLM's own sleep, as it was asked for; called after that.
-        otherwise: what it is without a suspension, for a warning.
-        suspended: the suspension was begun for a sleep, and ends when the engine wakes up.
-        keeps: the next reset of all caches is that of a sleep which leaves the connector's.
-        kept: the connector has blocks from before a sleep, of which vLLM's would have none.
-        touched: its workers were called while it slept, and may have other weights.
-    """
-
-    pending: Future[None] | None = None
-    sleep: Callable[[], Any] | None = None
-    otherwise: str = ""
-    suspended: bool = False
-    keeps: bool = False
-    kept: bool = False
-    touched: bool = False
+    pending: Future[None] | None = None  # what the client waits for while blocks are stored
+    sleep: Callable[[], Any] | None = None  # vLLM's own, as it was asked for, to call after that
+    otherwise: str = ""  # what it is without a suspension, for a warning
+    suspended: bool = False  # for a sleep, until the engine wakes up
+    keeps: bool = False  # the next reset of all caches is a sleep's that leaves the connector's
+    kept: bool = False  # the connector has blocks from before a sleep, and vLLM none
+    touched: bool = False  # its workers were called while it slept, and may have other weights
 
 
 def around_sleep(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:

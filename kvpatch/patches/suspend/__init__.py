@@ -9,14 +9,13 @@ where ``suspension`` does it. A limit goes on to kvcached's pool and to ``KVCach
 
 from __future__ import annotations
 
-from kvpatch.patches.suspend.releases import SINCE
 from kvpatch.rows import Row, feature, seam
 from kvpatch.upstream.targets import ENGINE_CORE, OFFLOADING, SIMPLE
 
 _PROC = "vllm.v1.engine.core:EngineCoreProc"
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+_SINCE = "0.28"
 _UNTIL = "vLLM stores what only the device has before it gives a KV cache's memory back"
-
 
 _ASKED = "vllm-project/vllm#57810 (sleep that keeps the connector's cache)"
 
@@ -24,7 +23,7 @@ FEATURE = feature(
     __name__,
     summary="`kvpatch suspend` stores what only the device has and gives its memory back; "
     "`kvpatch resume` takes it again",
-    since=SINCE,
+    since=_SINCE,
     upstream=_ASKED,
     until=_UNTIL,
     rules="rules:RULES",

@@ -13,16 +13,11 @@ _LEAST = 4096  # chunks that are kept without a look at whether their blocks are
 
 
 class Chunks:
-    """The chunks that are known, by the keys of their blocks; kept on a ``Spill``.
-
-    Attributes:
-        size: blocks of a chunk; with 1 a block is its own, and nothing is noted.
-        noted: of requests that are there, by name, the blocks whose chunks are known.
-    """
+    """The chunks that are known, by the keys of their blocks; kept on a ``Spill``."""
 
     def __init__(self, size: int = 1) -> None:
-        self.size = size
-        self.noted: dict[str, int] = {}
+        self.size = size  # blocks of a chunk; with 1 a block is its own, and nothing is noted
+        self.noted: dict[str, int] = {}  # by request, the blocks whose chunks are known
         self._blocks: dict[bytes, tuple[bytes, ...]] = {}
         self._of: dict[bytes, tuple[bytes, ...]] = {}  # requests part within a chunk
         self._full = _LEAST

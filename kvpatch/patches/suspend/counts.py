@@ -17,21 +17,15 @@ LOOKS = 3  # chunks that are looked at for each that is spilled: with all at onc
 
 
 class Counts:
-    """The counts of one engine since its start, written on its thread only; kept on its ``Spill``.
-
-    Attributes:
-        spilled: blocks by reason, of ``REASONS``.
-        restored: of them those that were loaded since, each once for every time it was spilled.
-        away: the chunks of those that were not loaded yet; at most twice what the tier has room
-            for. The first of them were looked at, or spilled, before the others.
-        last: how many blocks the last suspension found, and how many of them it kept.
-    """
+    """The counts of one engine since its start, written on its thread; kept on its ``Spill``."""
 
     def __init__(self, tier: Any) -> None:
-        self.spilled = dict.fromkeys(REASONS, 0)
-        self.restored = 0
+        self.spilled = dict.fromkeys(REASONS, 0)  # blocks by reason, of ``REASONS``
+        self.restored = 0  # of them those loaded since, each as often as it was spilled
+        # The chunks of those that were not loaded yet; at most twice what the tier has room for.
+        # The first of them were looked at, or spilled, before the others.
         self.away: dict[bytes, None] = {}
-        self.last: dict[str, int] | None = None
+        self.last: dict[str, int] | None = None  # blocks that the last suspension found and kept
         self._tier = tier
         # The seconds of suspensions that have ended, and when the present one began: one object,
         # because a reader between two assignments would count a suspension twice.

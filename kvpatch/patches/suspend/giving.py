@@ -65,22 +65,16 @@ class Giving:
     """Gives the pages of an engine back; kept on its ``EngineCore`` and on kvcached's manager.
 
     A suspension uses the same stores, so that it begins only if it ``may``.
-
-    Attributes:
-        lost: blocks that were evicted without a copy, since the engine started.
-        given: pages that were given back, since the engine started.
-        busy_at: when the engine last had something to do, by the monotonic clock.
-        rested_for: the ``busy_at`` after which everything was given back.
     """
 
     def __init__(self, engine: Any, spill: Spill, may: Callable[[], bool]) -> None:
-        self.lost = 0
-        self.given = 0
+        self.lost = 0  # blocks that were evicted without a copy, since the engine started
+        self.given = 0  # pages that were given back, since the engine started
         self._engine = engine
         self._spill = spill
         self._may = may
-        self.busy_at = time.monotonic()
-        self.rested_for = 0.0
+        self.busy_at = time.monotonic()  # when the engine last had something to do
+        self.rested_for = 0.0  # the ``busy_at`` after which everything was given back
         self.manager = kvcached_api.manager_of(engine)
         self._pool = kvcached_api.pool_of(engine)
         self._hold = state.of(engine.scheduler, Hold)
@@ -318,7 +312,6 @@ class Giving:
             self._failed = limit
 
     def _log(self) -> None:
-        """Say what was given back since it began, and why."""
         if self._from is None:
             return
         (begun, given, lost), self._from = self._from, None
@@ -342,7 +335,6 @@ class Giving:
         self.stop()
 
     def _take_nothing(self) -> None:
-        """Forget the pages that are taken up; what they are chosen from begins at the coldest."""
         self._storing.clear()
         self._ready.clear()
         self._taken.clear()

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvpatch import state
-
 
 @dataclass
 class Hold:
@@ -14,16 +12,11 @@ class Hold:
 
     The scheduler is in the stricter one of the two states, so that neither of them ends what the
     other one began.
-
-    Attributes:
-        ours: the ``PauseState`` of a suspension; None without one.
-        vllms: what was asked for through vLLM.
-        stepped_for: what the engine has to be stepped for although no request can run.
     """
 
-    ours: Any = None
-    vllms: Any = None
-    stepped_for: set[str] = field(default_factory=set)
+    ours: Any = None  # the ``PauseState`` of a suspension; None without one
+    vllms: Any = None  # what was asked for through vLLM
+    stepped_for: set[str] = field(default_factory=set)  # although no request can run
 
     def step_for(self, what: str, wanted: bool) -> None:
         """Let the engine be stepped for something, or no longer."""
@@ -44,13 +37,3 @@ class Hold:
             return not scheduler.has_requests()
         finally:
             self.stepped_for = stepped_for
-
-
-def around_pause_state(wrapped: Any, instance: Any, wanted: Any) -> None:
-    """Set the stricter one of vLLM's pause state and ours."""
-    hold = state.find(instance, Hold)
-    if hold is None:
-        wrapped(wanted)
-        return
-    hold.vllms = wanted
-    wrapped(wanted if hold.ours is None else max(wanted, hold.ours))

@@ -10,8 +10,9 @@ from kvpatch.environ import IDLE, duration
 from kvpatch.logs import log
 from kvpatch.patch import argument
 from kvpatch.patches.fence.hooks import Fenced
-from kvpatch.patches.suspend import hold, rules
+from kvpatch.patches.suspend import rules
 from kvpatch.patches.suspend.giving import Giving
+from kvpatch.patches.suspend.hold import Hold
 from kvpatch.patches.suspend.offloading import OffloadingTier
 from kvpatch.patches.suspend.server import Server
 from kvpatch.patches.suspend.simple import SimpleTier
@@ -68,7 +69,7 @@ def make(engine: Any) -> Suspension:
     manager = kvcached_api.manager_of(engine)
     state.attach(manager, state.attach(engine, giving))
     if (fenced := state.find(manager, Fenced)) is not None:
-        wanted = state.of(engine.scheduler, hold.Hold)
+        wanted = state.of(engine.scheduler, Hold)
         fenced.asked.append(lambda: bool(wanted.stepped_for))
     return suspension
 
@@ -98,10 +99,15 @@ def after_engine_step(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> An
 
 def around_has_requests(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> bool:
     """Keep the engine stepping while a suspension needs it. Wraps ``Scheduler.has_requests``."""
-    held = state.find(instance, hold.Hold)
+    held = state.find(instance, Hold)
     return bool(wrapped(*args, **kwargs)) or (held is not None and bool(held.stepped_for))
 
 
 def around_pause_state(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
-    """Keep a suspended engine paused whatever vLLM is told."""
-    hold.around_pause_state(wrapped, instance, argument(args, kwargs, 0, "pause_state"))
+    """Set the stricter one of vLLM's pause state and ours, whatever vLLM is told."""
+    wanted = argument(args, kwargs, 0, "pause_state")
+    held = state.find(instance, Hold)
+    if held is not None:
+        held.vllms = wanted
+        wanted = wanted if held.ours is None else max(wanted, held.ours)
+    wrapped(wanted)

@@ -9,10 +9,11 @@ from kvpatch import admitted
 from kvpatch.environ import HOST_POOL, IDLE
 from kvpatch.patches.host_pool import presence
 from kvpatch.patches.offloading import place, together
-from kvpatch.patches.suspend.releases import NAME
 from kvpatch.rules import Rule
 from kvpatch.upstream import connectors
 from kvpatch.versions import Facts
+
+NAME = "idle"  # in the table of what ran
 
 
 def _asked(facts: Facts) -> bool:
@@ -43,10 +44,7 @@ _OWN = ("idle", "sleep", "2 engines")
 def why_not(config: Any, facts: Facts | None, lifted: Container[str] = ()) -> str:
     """Return why an engine cannot be suspended, as the end of a sentence; empty if it can.
 
-    Args:
-        config: its ``VllmConfig``.
-        facts: of its process; None if they are unknown.
-        lifted: codes of rules that are not asked; with KVP370 it need not have run.
+    ``lifted`` are codes of rules that are not asked; with KVP370 it need not have run.
     """
     transfer = config.kv_transfer_config
     if transfer is None or transfer.kv_connector is None:

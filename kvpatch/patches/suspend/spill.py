@@ -98,40 +98,27 @@ PATIENCE = 1000
 
 @dataclass
 class Count:
-    """What became of the blocks of a spill.
+    """What became of the blocks of a spill."""
 
-    Attributes:
-        resident: blocks on the device when it began.
-        partial: those of them that fill no chunk, which no tier stores; none where a block is one.
-        missing: those of them that were not in the tier, which has room for them.
-        planned: those of the missing ones whose store was planned.
-    """
-
-    resident: int = 0
+    resident: int = 0  # blocks on the device when it began
+    # Those of them that fill no chunk, which no tier stores; none where a block is one.
     partial: int = 0
-    missing: int = 0
-    planned: int = 0
+    missing: int = 0  # those of them that were not in the tier, which has room for them
+    planned: int = 0  # those of the missing ones whose store was planned
 
 
 class Spill:
-    """Blocks on their way into a tier; kept on the connector's scheduler.
-
-    Attributes:
-        piece: the most chunks of one step; everything when it begins.
-        reason: why their memory is given back, of ``telemetry.suspended.REASONS``.
-        count, counts: what became of them, and of all that were spilled since the engine started.
-        alone: whether nothing but the spill is to be stored, because everything is.
-    """
+    """Blocks on their way into a tier; kept on the connector's scheduler."""
 
     def __init__(self, tier: Tier, pool: Any) -> None:
         self.tier = tier
         self.pool = pool
-        self.piece = EVERYTHING
+        self.piece = EVERYTHING  # the most chunks of one step
         self.chunks = Chunks(tier.blocks_per_chunk)
-        self.alone = False
+        self.alone = False  # nothing else is to be stored, because everything is
         self.count = Count()
-        self.counts = Counts(tier)
-        self.reason = "suspend"
+        self.counts = Counts(tier)  # of all that were spilled since the engine started
+        self.reason = "suspend"  # why their memory is given back, of ``REASONS``
         self._homes: list[tuple[bytes, ...]] = []  # of each block, the chunks that it is part of
         self._taken = 0  # chunks that there is room for
         self._added: set[bytes] = set()

@@ -69,24 +69,17 @@ class Suspension:
     Args:
         spill: stores into the tier of its connector; None if it has none that can be used.
         why_not: why it cannot be suspended, as the end of a sentence; empty if it can.
-
-    Attributes:
-        said: the progress, or the outcome, of the last verb; replaced and never changed.
-        changed: notified when ``said`` is another dictionary.
-        given_up: why the last suspension is none, also if somebody else looked in between.
-        by: who asked last, as the end of a sentence in the log.
-        revision: counts the limits that were set, by whoever asked here.
     """
 
     def __init__(self, engine: Any, spill: Spill | None, why_not: str = "") -> None:
         self.engine = engine
         self.phase = Phase.RUNS
-        self.changed = threading.Condition()
-        self.said: dict[str, Any] = {}
-        self.given_up = ""
-        self.by = ""
+        self.changed = threading.Condition()  # notified when ``said`` is another dictionary
+        self.said: dict[str, Any] = {}  # of the last verb; replaced and never changed
+        self.given_up = ""  # why the last suspension is none
+        self.by = ""  # who asked last, as the end of a sentence in the log
         self._suspended_at = 0.0
-        self.revision = 0
+        self.revision = 0  # counts the limits that were set, by whoever asked here
         self._spill = spill
         counts, me = None if spill is None else spill.counts, weakref.ref(self)
         tell(engine, counts, lambda: _phase_of(me()))
@@ -367,7 +360,6 @@ class Suspension:
             self._cancel(why)
 
     def _cancel(self, why: str) -> None:
-        """Go back to where it was."""
         if self._spill is not None:
             self._spill.cancel()
         self._error = why
@@ -401,7 +393,6 @@ class Suspension:
         self._log(error)
 
     def _log(self, error: str) -> None:
-        """Say what has come to its end, once."""
         said, now = self.said, time.monotonic()
         if self.phase is Phase.SUSPENDED and self._spill is None:
             self._suspended_at = now

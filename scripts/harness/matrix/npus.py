@@ -15,7 +15,6 @@ from kvpatch import patches, rules, supported
 from kvpatch.matrix.verdicts import Cell, Kind, Verdict
 from kvpatch.patches.ascend import presence, ran
 from kvpatch.refusal import Basis, Refusal
-from kvpatch.upstream import combination
 from kvpatch.versions import Facts, Installed
 
 NOT_RECORDED = "no engine run on the ACL emulator is recorded"
@@ -71,7 +70,7 @@ def configuration_of(of: Cell) -> Any:
     """Return the ``VllmConfig`` of the engine that ran, with the connector of a cell."""
     made = axes.configuration_of(of)
     made.cache_config.kv_cache_memory_bytes = 1  # that it is set matters, not to what
-    for path in (*combination.FLAGS, *ran.MORE):
+    for path in ran.PATHS:
         value = ran.RAN[path][0]
         if value is not None and path != "kv_transfer_config.kv_connector":
             *owners, name = path.split(".")
