@@ -15,7 +15,7 @@ from itertools import islice
 from typing import Any
 
 from kvpatch import state
-from kvpatch.patches.host_pool.tier import Pooled
+from kvpatch.patches.host_pool.tier import Pooled, locked
 from kvpatch.pool.keeper import Keeper
 
 NULL = 1  # blocks before the first chunk
@@ -127,13 +127,10 @@ def put(planner: Any, keeper: Keeper) -> Queue:
     return state.attach(planner, Simple(queue)).queue
 
 
-def around_locked(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+@locked
+def around_locked(pooled: Pooled, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Have no block evicted for another engine while a method of vLLM's ``Scheduler`` runs."""
-    pooled = state.find(instance, Pooled)
-    if pooled is None:
-        return wrapped(*args, **kwargs)
-    with pooled.lock:
-        return wrapped(*args, **kwargs)
+    return wrapped(*args, **kwargs)
 
 
 def around_reset(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:

@@ -101,12 +101,11 @@ def _chunks_of_windows(config: Any, facts: Facts) -> bool:
     Chunks have ``blocks_per_chunk`` blocks, or up to 0.25 and in later ones as well ``block_size``
     tokens. Blocks of windows have their own size, so that any size of a chunk counts.
     """
-    model = config.model_config
     chunks = any(
         leaf.extra.get("block_size") is not None or int(leaf.extra.get("blocks_per_chunk") or 1) > 1
         for leaf in connectors.offloading(config.kv_transfer_config)
     )
-    return chunks and model is not None and model.get_sliding_window() is not None
+    return chunks and place.has_windows(config.model_config)
 
 
 def has_chunks(config: Any, facts: Facts) -> bool:
