@@ -93,9 +93,9 @@ def feature(
             fields[field] = _in(home, fields[field])
     resolved: list[Seam | Patch] = []
     for one in seams:
-        parts = tuple(_resolved(home, _with_gaps(one), blank))
-        alone = len(parts) == 1 and isinstance(one, Row) and isinstance(parts[0], Patch)
-        resolved.append(parts[0] if alone else Seam(parts))
+        first, *others = _resolved(home, _with_gaps(one), blank)
+        alone = isinstance(one, Row) and not others
+        resolved.append(first if alone and isinstance(first, Patch) else Seam((first, *others)))
     name = name or home.removeprefix("kvpatch.patches.").translate(_HYPHENS)
     return Feature(name, since=since, seams=tuple(resolved), **fields)
 
