@@ -1,12 +1,9 @@
 """Loaded requests that wait for memory free their blocks when nothing else can run.
 
-A request whose KV was loaded from a tier holds its blocks while it waits for the blocks that
-it still has to compute, and vLLM preempts only running requests. It admits a load when the
-whole request fits; on elastic memory the available memory can shrink afterwards, when a limit
-is lowered or another engine maps pages. Then several such requests, or two engines, wait for
-each other and never run.
-
-Freed blocks are still in the tier, and the request loads them again.
+Such a request holds its blocks while it waits for those that it still has to compute, and vLLM
+preempts only running requests. It admits a load when the whole request fits, but on elastic memory
+the available memory can shrink afterwards. Then several such requests, or two engines, wait for
+each other and never run. Freed blocks are still in the tier, and the request loads them again.
 """
 
 from __future__ import annotations

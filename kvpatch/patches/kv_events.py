@@ -1,8 +1,7 @@
 """KV cache events (``kv_events_config``) from kvcached's block pool.
 
 vLLM publishes to routers which blocks an engine has: stored, removed, all cleared. The events
-are emitted by methods of vLLM's block pool, most of which kvcached's pool inherits; its own
-methods emit none.
+are emitted by methods of vLLM's block pool, of which kvcached's own emit none.
 """
 
 from __future__ import annotations

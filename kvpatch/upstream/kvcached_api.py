@@ -353,9 +353,7 @@ def write_limit(manager: Any, size: int) -> None:
 def give_all_back(manager: Any) -> int | None:
     """Lower the limit to the pages in use, and give those back that are mapped ahead of use.
 
-    Returns:
-        The limit; None if it is not lowered yet, because kvcached's other thread is about to map
-        pages ahead of use.
+    Returns the limit, or None while kvcached's other thread is about to map pages ahead of use.
     """
     pages = pages_in_use(manager)
     manager.trim()

@@ -1,8 +1,7 @@
 """What requests need of an engine's memory, in bytes of the device, all layers together.
 
 Counted in blocks of the scheduler's groups, each of which takes blocks of one size from kvcached's
-pages. Blocks that requests share are counted for each of them: what is shared is known only when
-a request runs.
+pages. Blocks that requests share are counted for each: it is known only of requests that run.
 """
 
 from __future__ import annotations

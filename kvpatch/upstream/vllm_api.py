@@ -1,7 +1,6 @@
 """Where vLLM's offloading classes are in each release, and how it counts blocks of a CPU tier.
 
-From vLLM 0.30 on a block of the CPU tier is called a chunk: a row of one or more device
-blocks.
+From vLLM 0.30 on a block of the CPU tier, a row of device blocks, is called a chunk.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """What was stored under each block's hash: for ``kvpatch verify``, which alone imports this.
 
-``checksums`` compares a load with what was last stored in its chunk of the CPU tier. Here it is
-compared with what was stored under its hash too, so that a chunk which is looked up for another
-block shows. The scheduler's manager is asked for both, and a step's metadata takes the names to
-the workers. From vLLM 0.25 on; before, and in SimpleCPUOffloadConnector, chunks have no names.
+A load is compared with that too, so that a chunk which is looked up for another block shows. The
+scheduler's manager is asked for the names, and a step's metadata takes them to the workers. From
+vLLM 0.25 on; before, and in SimpleCPUOffloadConnector, chunks have no names.
 """
 
 from __future__ import annotations

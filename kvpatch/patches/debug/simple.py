@@ -1,9 +1,7 @@
 """SimpleCPUOffloadConnector in debug mode: stored blocks are checksummed, loads verified.
 
-Eager or lazy, the worker hands its copies to a backend and polls their events. A store is
-launched in the step that hands it over, so that there is one checksum: taken at its launch,
-and compared when a load of the CPU block has ended. What changes a block in between, or the
-CPU block later, shows there. The connector keeps a reference to the blocks until then.
+Its worker hands copies to a backend and polls their events. A block, to which the connector keeps a
+reference, has one checksum: taken when its store is launched, and compared when a load has ended.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The blocks of a KV cache that kvcached can map: in whole pages, and no more than the device has.
 
-vLLM counts blocks, and kvcached leaves out those of the last page if they do not fill it. A KV
-cache smaller than a page has none: kvcached waits for block 0 for ever. A request that needs more
-than there are is admitted by vLLM, and waits for ever.
+vLLM counts the blocks of a last page that they do not fill: a request that needs them is admitted,
+and waits for ever, and so does kvcached for block 0 of a KV cache smaller than a page.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The limit of an engine's memory, which an operator may change while it runs.
 
-An engine has blocks for the memory that it started with. kvcached takes a higher limit as it is,
-and counts pages as free that nothing can map: no request is refused, no cached block evicted,
-and every allocation fails.
+kvcached takes one above what the engine started with as it is, and counts pages as free that
+nothing can map: no request is refused, no cached block evicted, and every allocation fails.
 """
 
 from __future__ import annotations

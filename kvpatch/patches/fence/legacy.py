@@ -59,8 +59,7 @@ def around_build_of_pairs(wrapped: Any, instance: Any, args: Any, kwargs: Any) -
 def before_build(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Exclude blocks that have left a sliding window from the stores of 0.21 and 0.22.
 
-    There vLLM keeps the id when the block is reallocated, and stores the next owner's bytes under
-    it.
+    There the id of a reallocated block stays, and the next owner's bytes are stored under it.
     """
     fenced = state.find(instance, Fenced)
     if fenced is not None and instance._sliding_window_groups:

@@ -38,10 +38,7 @@ def _untested(config: Any, facts: Facts) -> bool:
 
 
 def _kv_cache(config: Any) -> int:
-    """Return the bytes that the KV cache of a rank is to have; 0 where vLLM decides.
-
-    vLLM puts VLLM_CPU_KVCACHE_SPACE here, up to 0.19 under a name of its own.
-    """
+    """Return the bytes that a rank's KV cache is to have (VLLM_CPU_KVCACHE_SPACE); 0 if open."""
     cache = config.cache_config
     if getattr(cache, "num_gpu_blocks_override", None) is not None:
         return 0

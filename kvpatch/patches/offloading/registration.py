@@ -1,7 +1,4 @@
-"""Registering kvcached's regions with vLLM's OffloadingConnector.
-
-Up to vLLM 0.28, its own registration takes one dense tensor per layer, and copies other blocks.
-"""
+"""Registering kvcached's regions with vLLM's OffloadingConnector, as up to 0.28 it does not."""
 
 from __future__ import annotations
 

@@ -256,11 +256,7 @@ def _read(path: str, block: memoryview, page: mmap.mmap, flags: int) -> None:
 
 
 def _refuse(path: str) -> None:
-    """Delete a file that is not what was stored under its name.
-
-    Raises:
-        Damaged: always.
-    """
+    """Delete a file that is not what was stored under its name, and raise Damaged."""
     with suppress(OSError):
         Path(path).unlink()
     raise Damaged(errno.EIO, "the file does not hold the bytes that were stored", path)

@@ -3,8 +3,7 @@
 The ledger is an SQLite database in the folder itself, so that a store costs the same with a million
 files as with ten, engines that share the folder agree, and a killed one leaves nothing half
 changed. Files are removed, and room is reserved, inside of a transaction; bytes are read and
-written outside of it. A reader of a file that is removed has it open and reads all of it, or finds
-none, which is a miss.
+written outside of it. A reader has a file that is removed open and reads all of it, or misses it.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 vLLM names a block's file after model name, block size, dtype and ranks. Engines that agree on these
 can have different block layouts, attention backends, weights or configurations. So a digest of what
-the workers have is part of every directory's name, and so is the user: a folder is readable by one
-user only.
+the workers have is part of every directory's name, and so is the user, who alone can read it.
 """
 
 from __future__ import annotations

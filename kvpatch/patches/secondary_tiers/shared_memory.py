@@ -75,8 +75,7 @@ def around_region(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Refuse shared memory that another user made, or that not all of the engine share.
 
     vLLM joins any file of its name, waits for one of the wrong size, and makes one that is missing.
-    Up to 0.25 the id is called ``instance_id``. Of the scheduler, from which tiers read, there is
-    no rank.
+    Up to 0.25 the id is called ``instance_id``. The scheduler, from which tiers read, has no rank.
     """
     name = (
         kwargs["instance_id"] if "instance_id" in kwargs else argument(args, kwargs, 0, "engine_id")

@@ -1,17 +1,14 @@
 """Weights that are replaced while an engine runs: blocks of the old ones are never found again.
 
-vLLM replaces weights by calls to its workers: ``reload_weights``, ``update_weights``, or a
-function of the operator's, and resets its caches on request. It keeps the files of a tier, whose
-folder is named after the weights. So the workers describe their weights again before the first
-use of the tiers that follows such a call. If they are others, there are two cases:
-
-- The caches were reset and nothing has run since: the tiers go on in the folder of the new ones.
-- Blocks of the old weights may still be in the caches: nothing is stored or found until vLLM has
-  reset its caches, the connector's too.
+vLLM replaces weights by calls to its workers, resets its caches on request, and keeps the files of
+a tier, whose folder is named after the weights. So the workers describe their weights again before
+the first use of the tiers that follows such a call. If they are others and the caches were reset,
+with nothing run since, the tiers go on in the folder of the new ones. Else blocks of the old ones
+may be in the caches: nothing is stored or found until vLLM has reset them, the connector's too.
 
 vLLM resets the prefix cache alone unless it is asked for the connector's too, and would then load
-blocks of the old weights from a primary tier, with secondary tiers or without. So the first reset
-after a call by a name of vLLM's for replacing weights is of both.
+blocks of the old weights from a primary tier. So the first reset after a call by a name of vLLM's
+for replacing weights is of both.
 """
 
 from __future__ import annotations

@@ -20,8 +20,7 @@ def around_match(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 def before_reset(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Release the hits of requests that wait, which look them up again.
 
-    One that is pinned is enough for the tier to refuse the reset, and to serve what it holds of the
-    weights before.
+    A pinned one is enough for the tier to refuse the reset, and to serve blocks of old weights.
     """
     for hit in instance._pending_cpu_hits.values():
         instance._free_pending_cpu_hit(hit)

@@ -29,10 +29,7 @@ class Controller:
         self._until = 0.0  # in seconds of the clock; 0 without a controller
 
     def heard(self, seconds: float, alone: int | None) -> None:
-        """Take note that it controls the engine for so many seconds.
-
-        So long the engine keeps what fits its limit, unless its operator set a bound.
-        """
+        """Take note that for so many seconds what fits the engine's limit is kept, by default."""
         self._until, self.alone = time.monotonic() + seconds, alone
         if not KVCACHED_MAX_CACHED_TOKENS.read():
             self._pool.max_cached_blocks = _NONE

@@ -16,13 +16,11 @@ def demand(engine: Any) -> dict[str, Any]:
 
     Returns:
         ``device``, which is the same for engines that share their memory; ``mapped``, bytes that
-        the engine has mapped, read before ``free``, bytes that nobody has; ``page``, the bytes of
-        a page; ``least``, what one request of the longest length needs, and ``longest``, its
-        tokens; ``needs``, what the requests need that are there; ``lends``, whether it stores what
-        it gives, and can lend what one request needs.
-
-    Raises:
-        Cannot: its device has no name.
+            the engine has mapped, read before ``free``, bytes that nobody has; ``page``, the bytes
+            of a page; ``least``, what one request of the longest length needs, and ``longest``, its
+            tokens; ``needs``, what the requests need that are there; ``lends``, whether it stores
+            what it gives, and can lend what one request needs. Cannot is raised if its device has
+            no name.
     """
     manager = kvcached_api.manager_of(engine)
     return {

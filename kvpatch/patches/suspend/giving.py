@@ -8,8 +8,7 @@ which then evicts what it needs, stored or not; and an idle engine keeps what it
 
 In each step the coldest pages are taken up, as many as the time allows: those whose blocks the tier
 has are ready, the others when their stores have completed. Those that are ready are evicted some
-at a time, because every unmap waits for the workers, and wait for the fence while others are taken
-up.
+at a time, because every unmap waits for the workers, and wait for the fence beside the others.
 
 Requests run meanwhile, and their steps take some milliseconds longer because of it. A
 lowered limit is applied when enough pages are free, or when no page is left that could be freed:
@@ -18,8 +17,7 @@ tier is evicted for a limit, and kept by an engine that is only idle. Blocks tha
 which no tier stores, are evicted in either case.
 
 kvcached's thread reads the limit in /dev/shm ten times a second, and every allocation brings what
-it read last: for a moment that is the limit before the one that is being lowered to, and nobody's
-wish.
+it read last: for a moment that is the limit before the one that is being lowered to.
 
 While a limit waits requests take blocks that are free, and then those of the coldest cached blocks,
 as under kvcached's own shrinking: no page is mapped from the step on in which these are on their

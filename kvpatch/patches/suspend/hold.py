@@ -10,8 +10,7 @@ from typing import Any
 class Hold:
     """What kvpatch and vLLM's own ``pause`` each want of a scheduler; kept on the scheduler.
 
-    The scheduler is in the stricter one of the two states, so that neither of them ends what the
-    other one began.
+    The scheduler is in the stricter one of the two states: neither ends what the other one began.
     """
 
     ours: Any = None  # the ``PauseState`` of a suspension; None without one

@@ -2,8 +2,7 @@
 
 The connector stores what belongs to a request. The blocks of a spill belong to none that is left,
 so that each store of them has a request of its own here, which has finished: vLLM forgets it once
-the store has completed on every worker, and waits for the store before it gives a block of it to
-a request.
+the store has completed on every worker, and waits for it before it gives a block of it away.
 """
 
 from __future__ import annotations

@@ -311,10 +311,7 @@ def sweep(folder: Path) -> None:
 def follow(
     connection: socket.socket, suspension: Suspension, asked: dict[str, Any], since: float
 ) -> None:
-    """Tell the progress of a verb until it has ended.
-
-    Others may ask meanwhile: a suspension may be undone, or be one that was asked for otherwise.
-    """
+    """Tell the progress of a verb until it has ended, also by what others ask meanwhile."""
     wanted = {"suspend": Phase.SUSPENDED, "resume": Phase.RUNS}.get(str(asked["verb"]))
     told = 0.0
     while True:

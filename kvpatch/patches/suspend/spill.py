@@ -1,8 +1,7 @@
 """Spilling: storing blocks that only the device has.
 
 A ``Spill`` is the part that all connectors share: which blocks, in which order, and what became
-of them. A connector's own part answers what its tier holds, and takes blocks into the store that
-it builds in a step.
+of them. A connector's own part answers what its tier holds, and takes blocks into a step's store.
 
 A block is stored under its key in kvcached's pool, its hash with the number of its group, which
 is also its name in the CPU tiers of both connectors. Where a tier stores several blocks under one
