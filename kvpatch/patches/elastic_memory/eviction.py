@@ -39,11 +39,7 @@ def victims(pool: Any, count: int, whole_pages: bool) -> list[int]:
 
 
 def around_evict(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> int:
-    """Evict the coldest blocks and return how many.
-
-    Replaces ``ElasticBlockPool._evict_blocks_from_pool(num_to_evict, page_aware=True)``, with the
-    same effect but for whole pages of warmer blocks, which stay.
-    """
+    """Evict the coldest blocks and return how many; whole pages of warmer ones stay."""
 
     def bind(num_to_evict: int, page_aware: bool = True) -> tuple[int, bool]:
         return num_to_evict, page_aware

@@ -36,19 +36,12 @@ class Transfer(NamedTuple):
 
 @dataclass
 class Counters:
-    """The fence's counts so far.
+    """The fence's counts so far."""
 
-    Attributes:
-        released: pages released through the fence.
-        held_for_plan: pages held until the next step's transfers were built.
-        held_for_transfer: pages held until a transfer completed.
-        longest_hold: most steps that a page was held.
-    """
-
-    released: int = 0
-    held_for_plan: int = 0
-    held_for_transfer: int = 0
-    longest_hold: int = 0
+    released: int = 0  # pages released through the fence
+    held_for_plan: int = 0  # pages held until the next step's transfers were built
+    held_for_transfer: int = 0  # pages held until a transfer completed
+    longest_hold: int = 0  # most steps that a page was held
 
 
 class Fence:

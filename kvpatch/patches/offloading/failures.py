@@ -19,14 +19,7 @@ REMEDY = (
 
 
 def around_transfers(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Name a failed copy as the reason why the engine ends.
-
-    Wraps ``start_kv_transfers``, ``handle_preemptions`` and ``get_finished`` of
-    ``OffloadingConnectorWorker``.
-
-    Raises:
-        Halted: a copy could not be submitted, or has failed.
-    """
+    """Name a failed copy as the reason why the engine ends, by Halted."""
     try:
         return wrapped(*args, **kwargs)
     except Exception as error:

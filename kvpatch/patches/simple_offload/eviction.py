@@ -37,15 +37,11 @@ class EvictableBlocks(OrderedDict[int, Any]):
 
     Replaces ``_evictable_blocks`` in kvcached's pool, which removes a block whenever it is
     used or evicted, even if it is not in there.
-
-    Attributes:
-        offered: blocks that a walk has offered since they became evictable.
-        used: blocks that were used again while they were not evictable.
     """
 
     def __init__(self, blocks: dict[int, Any]) -> None:
-        self.offered: set[int] = set()
-        self.used: set[int] = set()
+        self.offered: set[int] = set()  # blocks that a walk has offered since they became evictable
+        self.used: set[int] = set()  # blocks that were used again while they were not evictable
         super().__init__(blocks)
 
     def __setitem__(self, block_id: int, block: Any) -> None:
@@ -79,10 +75,6 @@ class EvictionOrder:
     Args:
         scheduler: the connector's ``SimpleCPUOffloadScheduler``.
         pool: kvcached's ``ElasticBlockPool``.
-
-    Attributes:
-        evictable: the pool's evictable blocks.
-        full: a prompt waits in this step, and so do all later ones.
     """
 
     def __init__(self, scheduler: Any, pool: Any) -> None:
@@ -91,7 +83,7 @@ class EvictionOrder:
         self._nothing = FreeMemory()
         self._trim_next: list[Any] = []
         self._target = scheduler._target_free
-        self.full = False
+        self.full = False  # a prompt waits in this step, and so do all later ones
         self._block_sizes = [
             # Up to 0.22 the connector does not support context parallelism.
             group.kv_cache_spec.block_size * getattr(scheduler, "cp_world_size", 1)
@@ -144,11 +136,7 @@ class EvictionOrder:
     def must_wait(self, tokens: int) -> bool:
         """Whether a new prompt would evict a block that has no copy but can be stored.
 
-        The walk of this step then covers the blocks that the prompt would evict, so that it
-        can run when the copies have completed. All later prompts of this step wait too.
-
-        Args:
-            tokens: tokens whose blocks the prompt allocates in this step.
+        The walk of this step then covers the blocks that it would evict; later prompts wait too.
         """
         needed = sum(-(-tokens // size) for size in self._block_sizes)
         missing = needed - self._pool.kv_cache_manager.available_size()
@@ -212,20 +200,13 @@ def order_of(scheduler: Any) -> EvictionOrder | None:
 
 
 def around_bind(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
-    """Provide kvcached's pool with the queue that lazy mode walks.
-
-    Wraps ``SimpleCPUOffloadScheduler.bind_gpu_block_pool``.
-    """
+    """Provide kvcached's pool with the queue that lazy mode walks."""
     wrapped(*args, **kwargs)
     bind(instance, EvictionOrder)
 
 
 def bind(scheduler: Any, order: type[EvictionOrder]) -> None:
-    """Provide the pool of a connector in lazy mode with the queue that it walks.
-
-    Raises:
-        Refusal: the pool is not kvcached's, and evicts in an order of its own.
-    """
+    """Provide the pool of a connector in lazy mode with its queue; refused if it is vLLM's own."""
     if scheduler._lazy_mode:
         pool = scheduler._gpu_block_pool
         if not hasattr(pool, "_evictable_blocks"):
@@ -234,10 +215,7 @@ def bind(scheduler: Any, order: type[EvictionOrder]) -> None:
 
 
 def around_lazy_stores(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Trim the cached blocks to kvcached's cap before the walk that offers the rest.
-
-    Wraps ``SimpleCPUOffloadScheduler._prepare_lazy_store_specs``, called once per step.
-    """
+    """Trim the cached blocks to kvcached's cap before the walk, in each step, offers the rest."""
     order = order_of(instance)
     if order is None:
         return wrapped(*args, **kwargs)
@@ -249,11 +227,7 @@ def around_lazy_stores(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> A
 
 
 def around_match(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """In lazy mode, defer a new prompt until the blocks that it evicts have a copy.
-
-    Wraps ``SimpleCPUOffloadScheduler.get_num_new_matched_tokens(request,
-    num_computed_tokens)``, where None for the tokens defers the request to the next step.
-    """
+    """In lazy mode, defer a new prompt (None) until the blocks that it evicts have a copy."""
     order = order_of(instance)
     if order is not None and order.full:
         return None, False
@@ -273,10 +247,7 @@ def signature_of_match(request: Any, num_computed_tokens: int) -> tuple[Any, int
 
 
 def around_stored(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
-    """Keep stored blocks at their place in the order.
-
-    Wraps ``SimpleCPUOffloadScheduler._process_store_completion(gpu_block_ids, ...)``.
-    """
+    """Keep stored blocks at their place in the order."""
     block_ids = argument(args, kwargs, 0, "gpu_block_ids")
     order = order_of(instance)
     if order is not None:
@@ -288,10 +259,7 @@ def around_stored(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
 
 
 def around_free(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """In lazy mode, prevent kvcached from evicting in the call that frees blocks.
-
-    Wraps ``ElasticBlockPool.free_blocks``; ``EvictionOrder.trim`` evicts instead.
-    """
+    """In lazy mode, leave to ``EvictionOrder.trim`` what kvcached evicts when it frees blocks."""
     if not isinstance(instance._evictable_blocks, EvictableBlocks):
         return wrapped(*args, **kwargs)
     cap, instance.max_cached_blocks = instance.max_cached_blocks, -1

@@ -38,32 +38,18 @@ class CopyFailed(Exception):
 
 @dataclass
 class Failure:
-    """A failed copy, in the place of its event.
+    """A failed copy, in the place of its event."""
 
-    Attributes:
-        error: what the copy raised.
-        event: the number of the event.
-        is_store: whether it was a store.
-        blocks: the blocks of its destination.
-        in_a_row: how many copies of its direction have failed since one succeeded.
-        lost: the stream cannot be waited for either, so that no copy will succeed.
-        noted: the worker has taken note of it.
-    """
-
-    error: BaseException
-    event: int
+    error: BaseException  # what the copy raised
+    event: int  # its number
     is_store: bool
-    blocks: list[int]
-    in_a_row: int
-    lost: bool
-    noted: bool = False
+    blocks: list[int]  # the blocks of its destination
+    in_a_row: int  # how many copies of its direction have failed since one succeeded
+    lost: bool  # the stream cannot be waited for either, so that no copy will succeed
+    noted: bool = False  # the worker has taken note of it
 
     def query(self) -> bool:
-        """Return True: nothing of the copy is under way.
-
-        Raises:
-            CopyFailed: the worker has not taken note yet.
-        """
+        """Return True: nothing of the copy is under way; CopyFailed until it was noted."""
         if not self.noted:
             raise CopyFailed(self)
         return True
@@ -74,16 +60,12 @@ class Failure:
 
 
 class Taken:
-    """The queue of a copy thread, and the copy that the thread took last.
-
-    Attributes:
-        last: that copy, None before the first one and after one that failed.
-        in_a_row: failures since a copy succeeded, by whether they were stores.
-    """
+    """The queue of a copy thread, and the copy that the thread took last."""
 
     def __init__(self, queue: Any) -> None:
         self._queue = queue
-        self.last: Any = None
+        self.last: Any = None  # that copy, None before the first one and after one that failed
+        # Failures since a copy succeeded, by whether they were stores.
         self.in_a_row = {True: 0, False: 0}
 
     def get(self) -> Any:
@@ -106,8 +88,7 @@ class Taken:
 def around_copy_loop(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
     """Go on after a copy that failed, and tell the worker.
 
-    Wraps ``DmaCopyBackend._copy_loop(q, device, load_stream, store_stream)``, a static method. A
-    copy in the queue is a tuple: source, destination, parameters, whether it is a store, the
+    A copy in the queue is a tuple: source, destination, parameters, whether it is a store, the
     number of its event, the worker's list of events, and more from 0.24 on.
     """
     queue, device, load_stream, store_stream = _loop_arguments(*args, **kwargs)
@@ -140,26 +121,17 @@ def _is_idle(stream: Any) -> bool:
 
 
 class Failures:
-    """Failed copies that are not reported yet; kept on the ``SimpleCPUOffloadWorker``.
-
-    Attributes:
-        stores: numbers of events.
-        loads: blocks of the device that were not loaded.
-    """
+    """Failed copies that are not reported yet; kept on the ``SimpleCPUOffloadWorker``."""
 
     def __init__(self) -> None:
-        self.stores: set[int] = set()
-        self.loads: set[int] = set()
+        self.stores: set[int] = set()  # numbers of events
+        self.loads: set[int] = set()  # blocks of the device that were not loaded
 
 
 def around_events(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Take note of failed copies among those whose events are asked for.
+    """Take note of failed copies among those whose events are asked for, or raise Halted.
 
-    Wraps ``_poll_stream_events`` and ``_flush_and_sync_all`` of ``SimpleCPUOffloadWorker``, which
-    can be called again after an error.
-
-    Raises:
-        Halted: the engine cannot go on.
+    vLLM's methods can be called again after an error.
     """
     while True:
         try:
@@ -194,11 +166,7 @@ def _take_note(worker: Any, failure: Failure) -> None:
 
 
 def around_report(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Report failed stores, by numbers that no event has.
-
-    Wraps ``SimpleCPUOffloadWorker.build_connector_worker_meta``. vLLM adds the reports of all
-    ranks up, number by number.
-    """
+    """Report failed stores, by numbers that no event has: vLLM adds up all ranks' by number."""
     meta = wrapped(*args, **kwargs)
     failures = state.find(instance, Failures)
     if meta is not None and failures is not None:
@@ -210,11 +178,7 @@ def around_report(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 
 def around_load_errors(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> set[int]:
-    """Report the blocks of failed loads.
-
-    Wraps ``SimpleCPUOffloadConnector.get_block_ids_with_load_errors``, which vLLM calls after
-    ``get_finished`` in the same step.
-    """
+    """Report the blocks of failed loads, which vLLM asks for after ``get_finished`` in a step."""
     blocks: set[int] = wrapped(*args, **kwargs)
     failures = state.find(instance.worker_handler, Failures)
     if failures is None:
@@ -225,22 +189,16 @@ def around_load_errors(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> s
 
 
 class NotStored:
-    """Kept on the ``SimpleCPUOffloadScheduler``.
-
-    Attributes:
-        rows: for each store that failed on a rank and is not complete on all, the list of its
-            blocks of the CPU tier.
-    """
+    """Kept on the ``SimpleCPUOffloadScheduler``."""
 
     def __init__(self) -> None:
+        # For each store that failed on a rank and is not complete on all, the list of its blocks of
+        # the CPU tier.
         self.rows: list[list[int]] = []
 
 
 def around_output(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Hear of failed stores, which have ended like others.
-
-    Wraps ``SimpleCPUOffloadScheduler.update_connector_output(connector_output)``.
-    """
+    """Hear of failed stores, which have ended like others."""
     output = argument(args, kwargs, 0, "connector_output")
     # Another connector's in a MultiConnector is left alone.
     events = getattr(output.kv_connector_worker_meta, "completed_store_events", {})
@@ -255,11 +213,7 @@ def around_output(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 
 def around_completion(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
-    """Let the blocks of a failed store go, without offering them.
-
-    Wraps ``SimpleCPUOffloadScheduler._process_store_completion(gpu_block_ids, cpu_block_ids,
-    ...)``, outside of what keeps stored blocks in their order: these are to be stored again.
-    """
+    """Let the blocks of a failed store go, without offering them: these are to be stored again."""
     rows = argument(args, kwargs, 1, "cpu_block_ids")
     lost = state.find(instance, NotStored)
     if lost is None or not any(rows is one for one in lost.rows):

@@ -12,26 +12,17 @@ from kvpatch.upstream import kvcached_api, requests
 
 
 def demand(engine: Any) -> dict[str, Any]:
-    """Return what an engine needs; on its own thread, because its requests come and go.
-
-    Returns:
-        ``device``, which is the same for engines that share their memory; ``mapped``, bytes that
-            the engine has mapped, read before ``free``, bytes that nobody has; ``page``, the bytes
-            of a page; ``least``, what one request of the longest length needs, and ``longest``, its
-            tokens; ``needs``, what the requests need that are there; ``lends``, whether it stores
-            what it gives, and can lend what one request needs. Cannot is raised if its device has
-            no name.
-    """
+    """Return what an engine needs, in bytes but for names; on its own thread, or raise Cannot."""
     manager = kvcached_api.manager_of(engine)
     return {
-        "device": device(engine),
-        "mapped": kvcached_api.mapped(manager),
+        "device": device(engine),  # the same for engines that share their memory
+        "mapped": kvcached_api.mapped(manager),  # read before what nobody has
         "free": kvcached_api.free(manager),
         "page": kvcached_api.page_bytes(manager),
-        "least": requests.longest(engine),
+        "least": requests.longest(engine),  # for one request of so many tokens:
         "longest": int(engine.vllm_config.model_config.max_model_len),
-        "needs": requests.present(engine),
-        "lends": state.find(manager, Giving) is not None,
+        "needs": requests.present(engine),  # for the requests that are there
+        "lends": state.find(manager, Giving) is not None,  # it stores what it gives
     }
 
 
