@@ -95,10 +95,7 @@ def as_on_0_30(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 
 def as_on_0_28(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Make kvcached patch ``EngineCore.__init__`` as on vLLM 0.28, where it rejects neither runner.
-
-    What it rejects on later releases is refused by kvpatch's own ``rules``.
-    """
+    """Make kvcached patch ``EngineCore.__init__`` as on vLLM 0.28, where it takes both runners."""
     return _with_version("0.28.0", wrapped, instance, args, kwargs)
 
 

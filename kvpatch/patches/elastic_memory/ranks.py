@@ -73,10 +73,7 @@ def around_available(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> int
 
 
 def around_failed_map(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Map no further page for a while after one could not be mapped on every rank.
-
-    Meanwhile the mapped pages are used: cached blocks are evicted for them.
-    """
+    """Map no page for a while after one that failed: cached blocks are evicted meanwhile."""
     ranks = _several(instance)
     if ranks is not None:
         ranks.hold = ranks.due = time.monotonic() + PERIOD

@@ -13,10 +13,7 @@ from kvpatch.upstream import kvcached_api, requests
 
 
 def around_engine_start(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
-    """Limit an engine that has just started; refused if a longest request would not fit.
-
-    By then it has mapped the page of block 0, and what is mapped ahead of use.
-    """
+    """Limit an engine that has just started; refused if a longest request would not fit."""
     wrapped(*args, **kwargs)
     manager = kvcached_api.manager_of(instance)
     most = kvcached_api.most(manager)

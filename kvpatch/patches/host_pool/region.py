@@ -39,13 +39,10 @@ class Slice:
 
 
 class Shared:
-    """What a worker has of its engine's tier; kept on the ``SharedOffloadRegion``.
-
-    ``pin`` is vLLM's function that registers a region; None if the tier is not pinned.
-    """
+    """What a worker has of its engine's tier; kept on the ``SharedOffloadRegion``."""
 
     def __init__(self, region: Any, record: Any) -> None:
-        self.pin: Callable[[Any], None] | None = None
+        self.pin: Callable[[Any], None] | None = None  # vLLM's, of a region; None if not pinned
         self._region = region
         self._held = ledger.hold(record)
         self._slices: dict[int, Slice] = {}

@@ -22,16 +22,13 @@ NULL = 1  # blocks before the first chunk
 
 
 class Queue:
-    """The part of vLLM's ``FreeKVCacheBlockQueue`` that a ``BlockPool`` uses, over extents.
-
-    While ``counting``, the blocks that nobody uses are counted, and not those at hand.
-    """
+    """The part of vLLM's ``FreeKVCacheBlockQueue`` that a ``BlockPool`` uses, over extents."""
 
     def __init__(self, pool: Any, keeper: Keeper) -> None:
         self._pool, self._keeper = pool, keeper
         self._extents, self._lock = keeper.extents, keeper.lock
         self._cached: OrderedDict[int, Any] = OrderedDict()  # cached and unused, by block id
-        self.counting = False
+        self.counting = False  # those that nobody uses, and not those at hand
 
     @property
     def num_free_blocks(self) -> int:

@@ -47,10 +47,7 @@ def checked_regions(worker: Any, kv_caches: dict[str, Any]) -> Regions:
 
 
 def check_regions(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Check the regions that vLLM derives itself from 0.29 on.
-
-    Refuses as ``checked_regions``, and a region outside kvcached's memory.
-    """
+    """As ``checked_regions``, for those that vLLM derives from 0.29 on: all must be kvcached's."""
     canonical_caches = argument(args, kwargs, 0, "kv_caches")
     check_kinds(instance.kv_cache_config)
     if not all(on_kvcached(region.tensor) for region in canonical_caches.tensors):

@@ -17,13 +17,10 @@ _NONE = -1  # kvcached's for no bound
 
 
 class Controller:
-    """Who moves an engine's limit, as far as the engine hears of it.
-
-    ``alone`` is the limit in bytes that the engine is to have without it; None for the one it has.
-    """
+    """Who moves an engine's limit, as far as the engine hears of it."""
 
     def __init__(self, pool: Any) -> None:
-        self.alone: int | None = None
+        self.alone: int | None = None  # bytes of the limit to have without it; None for the same
         self._pool = pool
         self._own = pool.max_cached_blocks
         self._until = 0.0  # in seconds of the clock; 0 without a controller

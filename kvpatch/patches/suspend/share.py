@@ -16,11 +16,10 @@ class Share:
     """The time for one step; requests wait no longer than their step takes by itself.
 
     A page takes longer than the share of a short step: it is paid for in the steps after it.
-    ``stores`` are the most blocks that the next step stores.
     """
 
     def __init__(self) -> None:
-        self.stores = LEAST
+        self.stores = LEAST  # the most blocks that the next step stores
         self._ended = time.perf_counter()
         self._credit = 0.0  # seconds for pages, or what pages have taken too long
         self._since: float | None = None  # when the first page was taken up

@@ -66,9 +66,7 @@ class Cannot(Exception):
 class Suspension:
     """The suspension of an engine; kept on its ``EngineCore``.
 
-    Args:
-        spill: stores into the tier of its connector; None if it has none that can be used.
-        why_not: why it cannot be suspended, as the end of a sentence; empty if it can.
+    ``spill`` is None without a tier that can be used, and ``why_not`` the end of a sentence.
     """
 
     def __init__(self, engine: Any, spill: Spill | None, why_not: str = "") -> None:
