@@ -59,10 +59,7 @@ def remember_allocation(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> 
 
 
 def around_initialize_kv_cache(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Refuse a worker whose KV caches are not kvcached's; log its status line.
-
-    The KV cache of a profiling run is vLLM's own, and discarded.
-    """
+    """As ``around_kv_cache_tensors``; the KV cache of a profiling run is vLLM's, and discarded."""
     result = wrapped(*args, **kwargs)
     if not kwargs.get("is_profiling", args[1] if len(args) > 1 else False):
         _verify_worker(

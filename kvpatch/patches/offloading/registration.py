@@ -32,10 +32,7 @@ def register_regions(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Non
 
 
 def checked_regions(worker: Any, kv_caches: dict[str, Any]) -> Regions:
-    """Return the regions of an ``OffloadingConnectorWorker``, whose KV caches are given by layer.
-
-    Refuses kinds of KV cache that are not validated, and regions that do not add up to a block.
-    """
+    """Return a worker's regions, by its layers' KV caches; refused if they are not validated."""
     config = worker.kv_cache_config
     check_kinds(config)
     regions = find_regions(
