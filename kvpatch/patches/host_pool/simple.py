@@ -15,7 +15,7 @@ from itertools import islice
 from typing import Any
 
 from kvpatch import state
-from kvpatch.patches.host_pool.tier import Pooled, locked
+from kvpatch.patches.host_pool.tier import Pooled
 from kvpatch.pool.keeper import Keeper
 
 NULL = 1  # blocks before the first chunk
@@ -124,10 +124,13 @@ def put(planner: Any, keeper: Keeper) -> Queue:
     return state.attach(planner, Simple(queue)).queue
 
 
-@locked
-def around_locked(pooled: Pooled, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+def around_locked(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Have no block evicted for another engine while a method of vLLM's ``Scheduler`` runs."""
-    return wrapped(*args, **kwargs)
+    pooled = state.find(instance, Pooled)
+    if pooled is None:
+        return wrapped(*args, **kwargs)
+    with pooled.lock:
+        return wrapped(*args, **kwargs)
 
 
 def around_reset(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
 from typing import Any
 
 from kvpatch import state
@@ -88,21 +87,6 @@ def evict(manager: Any, extents: Extents, index: int) -> int:
     return len(gone)
 
 
-def locked(
-    hook: Callable[[Pooled, Any, Any, Any, Any], Any],
-) -> Callable[[Any, Any, Any, Any], Any]:
-    """Return a wrapper that calls a hook under the lock of an object's tier, if that is pooled."""
-
-    def around(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-        pooled = state.find(instance, Pooled)
-        if pooled is None:
-            return wrapped(*args, **kwargs)
-        with pooled.lock:
-            return hook(pooled, wrapped, instance, args, kwargs)
-
-    return around
-
-
 # The manager of the tier
 
 
@@ -133,86 +117,111 @@ def around_free(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
     _take_back(instance, pooled.extents, args[0] if args else next(iter(kwargs.values())))
 
 
-@locked
-def around_prepare_store(
-    pooled: Pooled, wrapped: Any, instance: Any, args: Any, kwargs: Any
-) -> Any:
+def around_prepare_store(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Let a store wait while the tier can grow: vLLM asks again in its request's next step."""
+    pooled = state.find(instance, Pooled)
+    if pooled is None:
+        return wrapped(*args, **kwargs)
     keys = list(argument(args, kwargs, 0, "keys"))
-    # The policy would take them for what it may evict, and their chunks are not handed out.
-    pooled.evict_draining()
-    chunks = [(key, instance._policy.get(key)) for key in keys]
-    pooled.extents.use(_id(chunk) for _, chunk in chunks if chunk is not None)
-    missing = sum(chunk is None and _is_due(instance, key) for key, chunk in chunks)
-    if missing and pooled.keeper.need(missing + pooled.promotions):
-        pooled.promotions += missing * pooled.looking
-        return None
-    if "keys" in kwargs:
-        return wrapped(*args, **{**kwargs, "keys": keys})
-    return wrapped(keys, *args[1:], **kwargs)
+    with pooled.lock:
+        # The policy would take them for what it may evict, and their chunks are not handed out.
+        pooled.evict_draining()
+        chunks = [(key, instance._policy.get(key)) for key in keys]
+        pooled.extents.use(_id(chunk) for _, chunk in chunks if chunk is not None)
+        missing = sum(chunk is None and _is_due(instance, key) for key, chunk in chunks)
+        if missing and pooled.keeper.need(missing + pooled.promotions):
+            pooled.promotions += missing * pooled.looking
+            return None
+        if "keys" in kwargs:
+            return wrapped(*args, **{**kwargs, "keys": keys})
+        return wrapped(keys, *args[1:], **kwargs)
 
 
-@locked
-def around_lookup(pooled: Pooled, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+def around_lookup(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Let a request wait for memory to promote its blocks into, where vLLM calls it a miss."""
+    pooled = state.find(instance, Pooled)
+    if pooled is None:
+        return wrapped(*args, **kwargs)
     miss, (later, _) = lookup_results()
-    before, pooled.looking = pooled.promotions, True
-    try:
-        result = wrapped(*args, **kwargs)
-    finally:
-        pooled.looking = False
-    return later if result is miss and pooled.promotions > before else result
+    with pooled.lock:
+        before, pooled.looking = pooled.promotions, True
+        try:
+            result = wrapped(*args, **kwargs)
+        finally:
+            pooled.looking = False
+        return later if result is miss and pooled.promotions > before else result
 
 
-@locked
-def around_prepare_load(pooled: Pooled, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+def around_prepare_load(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Note what is found. Wraps ``prepare_load``, whose result names the chunks."""
-    found = wrapped(*args, **kwargs)
-    pooled.extents.use(found.block_ids)
-    pooled.extents.reuse.found(len(found.block_ids))
-    return found
+    pooled = state.find(instance, Pooled)
+    if pooled is None:
+        return wrapped(*args, **kwargs)
+    with pooled.lock:
+        found = wrapped(*args, **kwargs)
+        pooled.extents.use(found.block_ids)
+        pooled.extents.reuse.found(len(found.block_ids))
+        return found
 
 
-@locked
-def around_touch(pooled: Pooled, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
+def around_touch(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
     """Note what is used. Wraps ``touch(keys, req_context)``."""
-    chunks = map(instance._policy.get, argument(args, kwargs, 0, "keys"))
-    pooled.extents.use(_id(chunk) for chunk in chunks if chunk is not None)
-    wrapped(*args, **kwargs)
+    pooled = state.find(instance, Pooled)
+    if pooled is None:
+        wrapped(*args, **kwargs)
+        return
+    with pooled.lock:
+        chunks = map(instance._policy.get, argument(args, kwargs, 0, "keys"))
+        pooled.extents.use(_id(chunk) for chunk in chunks if chunk is not None)
+        wrapped(*args, **kwargs)
 
 
-@locked
-def around_completion(pooled: Pooled, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
+def around_completion(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
     """Have the keeper evict what no transfer uses any more in an extent that has to go.
 
     Not here: secondary tiers read what was stored as soon as that has completed.
     """
-    wrapped(*args, **kwargs)
-    if pooled.extents.draining():
-        pooled.keeper.wake()
+    pooled = state.find(instance, Pooled)
+    if pooled is None:
+        wrapped(*args, **kwargs)
+        return
+    with pooled.lock:
+        wrapped(*args, **kwargs)
+        if pooled.extents.draining():
+            pooled.keeper.wake()
 
 
-@locked
-def around_reset(pooled: Pooled, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
+def around_reset(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
     """Take back every chunk. Wraps ``reset_cache``."""
-    wrapped(*args, **kwargs)
-    pooled.keeper.reset()
+    pooled = state.find(instance, Pooled)
+    if pooled is None:
+        wrapped(*args, **kwargs)
+        return
+    with pooled.lock:
+        wrapped(*args, **kwargs)
+        pooled.keeper.reset()
 
 
-@locked
-def around_events(pooled: Pooled, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+def around_events(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Take the events at once, none of which is added meanwhile. Wraps ``take_events``."""
-    return list(wrapped(*args, **kwargs))
+    pooled = state.find(instance, Pooled)
+    if pooled is None:
+        return wrapped(*args, **kwargs)
+    with pooled.lock:
+        return list(wrapped(*args, **kwargs))
 
 
 # The schedulers
 
 
-@locked
-def around_schedule(pooled: Pooled, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+def around_schedule(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Keep what a step has found in the tier until it is being loaded."""
-    pooled.promotions = 0
-    return wrapped(*args, **kwargs)
+    pooled = state.find(instance, Pooled)
+    if pooled is None:
+        return wrapped(*args, **kwargs)
+    with pooled.lock:
+        pooled.promotions = 0
+        return wrapped(*args, **kwargs)
 
 
 def around_build(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -228,15 +237,16 @@ def around_build(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     return meta
 
 
-@locked
-def around_worker_output(
-    pooled: Pooled, wrapped: Any, instance: Any, args: Any, kwargs: Any
-) -> Any:
+def around_worker_output(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Note the transfers that have ended."""
+    pooled = state.find(instance, Pooled)
+    if pooled is None:
+        return wrapped(*args, **kwargs)
     meta = argument(args, kwargs, 0, "connector_output").kv_connector_worker_meta
-    result = wrapped(*args, **kwargs)
-    for job, workers in meta.completed_jobs.items() if meta is not None else ():
-        pooled.extents.report(job, workers)
+    with pooled.lock:
+        result = wrapped(*args, **kwargs)
+        for job, workers in meta.completed_jobs.items() if meta is not None else ():
+            pooled.extents.report(job, workers)
     return result
 
 
