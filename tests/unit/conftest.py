@@ -8,6 +8,7 @@ from pathlib import Path
 import packaging
 import pytest
 import wrapt
+from fakes import distribution, write
 
 from kvpatch import claims
 from kvpatch.logs import log
@@ -64,24 +65,6 @@ def shared_memory():
     ):
         here.setattr(claims, "BASE", Path(folder))
         yield
-
-
-def write(folder, files):
-    for name, text in files.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-
-
-def distribution(folder, name, version):
-    """Make ``name`` look installed in ``version``, without any files."""
-    write(
-        folder,
-        {
-            f"{name.replace('-', '_')}-{version}.dist-info/METADATA": "Metadata-Version: 2.1\n"
-            f"Name: {name}\nVersion: {version}\n"
-        },
-    )
 
 
 @pytest.fixture

@@ -31,3 +31,19 @@ def module(monkeypatch, name, **content):
         monkeypatch.setattr(sys.modules[package], last, made, raising=False)
     monkeypatch.setitem(sys.modules, name, made)
     return made
+
+
+def write(folder, files):
+    """Write texts to paths in a folder."""
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def distribution(folder, name, version):
+    """Make ``name`` look installed in ``version``, which may be None, without any files."""
+    lines = ["Metadata-Version: 2.1", f"Name: {name}"]
+    lines += [] if version is None else [f"Version: {version}"]
+    info = f"{name.replace('-', '_')}-{version}.dist-info"
+    write(folder, {f"{info}/METADATA": "\n".join(lines) + "\n"})
