@@ -47,3 +47,15 @@ def distribution(folder, name, version):
     lines += [] if version is None else [f"Version: {version}"]
     info = f"{name.replace('-', '_')}-{version}.dist-info"
     write(folder, {f"{info}/METADATA": "\n".join(lines) + "\n"})
+
+
+def namespace(made=None, /, **leaves):
+    """A namespace with attributes by their paths, of which ``__`` is the dot; or one with more."""
+    made = SimpleNamespace() if made is None else made
+    for path, value in leaves.items():
+        *owners, name = path.split("__")
+        owner = made
+        for one in owners:
+            owner = vars(owner).setdefault(one, SimpleNamespace())
+        setattr(owner, name, value)
+    return made

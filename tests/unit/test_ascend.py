@@ -3,11 +3,10 @@
 import enum
 import pickle
 from contextlib import nullcontext
-from functools import reduce
 from types import SimpleNamespace
 
 import pytest
-from fakes import module
+from fakes import module, namespace, transfer
 
 from kvpatch.patch import Patch, Transaction
 from kvpatch.patches.ascend import allocation, device, order, presence, ran
@@ -210,62 +209,53 @@ class Enumerated(enum.Enum):
 
 def configured(**changes):
     """What vLLM and vllm-ascend make of the engine test's arguments; paths with ``__``."""
-    parts = SimpleNamespace
-    made = parts(
-        model_config=parts(
-            architecture="LlamaForCausalLM",
-            dtype="torch.float32",
-            enable_prompt_embeds=False,
-            enable_sleep_mode=False,
-            enforce_eager=True,
-            model_impl="auto",
-            multimodal_config=None,
-            override_attention_dtype=None,
-            quantization=None,
-            runner_type="generate",
+    made = namespace(
+        model_config__architecture="LlamaForCausalLM",
+        model_config__dtype="torch.float32",
+        model_config__enable_prompt_embeds=False,
+        model_config__enable_sleep_mode=False,
+        model_config__enforce_eager=True,
+        model_config__model_impl="auto",
+        model_config__multimodal_config=None,
+        model_config__override_attention_dtype=None,
+        model_config__quantization=None,
+        model_config__runner_type="generate",
+        cache_config__block_size=128,
+        cache_config__cache_dtype="auto",
+        cache_config__enable_prefix_caching=True,
+        cache_config__kv_cache_memory_bytes=64 << 20,
+        cache_config__kv_sharing_fast_prefill=False,
+        cache_config__mamba_cache_mode="none",
+        cache_config__num_gpu_blocks_override=None,
+        cache_config__prefix_caching_hash_algo="sha256",
+        parallel_config__data_parallel_size=1,
+        parallel_config__decode_context_parallel_size=1,
+        parallel_config__distributed_executor_backend="uni",
+        parallel_config__enable_dbo=False,
+        parallel_config__enable_elastic_ep=False,
+        parallel_config__enable_eplb=False,
+        parallel_config__enable_expert_parallel=False,
+        parallel_config__nnodes=1,
+        parallel_config__pipeline_parallel_size=1,
+        parallel_config__prefill_context_parallel_size=1,
+        parallel_config__tensor_parallel_size=1,
+        parallel_config__worker_cls="vllm_ascend.worker.worker.NPUWorker",
+        parallel_config__worker_extension_cls="",
+        scheduler_config__async_scheduling=True,
+        scheduler_config__disable_hybrid_kv_cache_manager=False,
+        scheduler_config__enable_chunked_prefill=True,
+        scheduler_config__policy="fcfs",
+        scheduler_config__scheduler_cls=None,
+        compilation_config__mode=0,
+        compilation_config__cudagraph_mode=Enumerated.NONE,
+        attention_config__backend=None,
+        offload_config__prefetch__offload_group_size=0,
+        offload_config__uva__cpu_offload_gb=0.0,
+        kv_transfer_config=transfer(
+            "SimpleCPUOffloadConnector", cpu_bytes_to_use=64 << 20, lazy_offload=False
         ),
-        cache_config=parts(
-            block_size=128,
-            cache_dtype="auto",
-            enable_prefix_caching=True,
-            kv_cache_memory_bytes=64 << 20,
-            kv_sharing_fast_prefill=False,
-            mamba_cache_mode="none",
-            num_gpu_blocks_override=None,
-            prefix_caching_hash_algo="sha256",
-        ),
-        parallel_config=parts(
-            data_parallel_size=1,
-            decode_context_parallel_size=1,
-            distributed_executor_backend="uni",
-            enable_dbo=False,
-            enable_elastic_ep=False,
-            enable_eplb=False,
-            enable_expert_parallel=False,
-            nnodes=1,
-            pipeline_parallel_size=1,
-            prefill_context_parallel_size=1,
-            tensor_parallel_size=1,
-            worker_cls="vllm_ascend.worker.worker.NPUWorker",
-            worker_extension_cls="",
-        ),
-        scheduler_config=parts(
-            async_scheduling=True,
-            disable_hybrid_kv_cache_manager=False,
-            enable_chunked_prefill=True,
-            policy="fcfs",
-            scheduler_cls=None,
-        ),
-        compilation_config=parts(mode=0, cudagraph_mode=Enumerated.NONE),
-        attention_config=parts(backend=None),
-        offload_config=parts(prefetch=parts(offload_group_size=0), uva=parts(cpu_offload_gb=0.0)),
-        kv_transfer_config=parts(
-            kv_connector="SimpleCPUOffloadConnector",
-            kv_connector_module_path=None,
-            kv_connector_extra_config={"cpu_bytes_to_use": 64 << 20, "lazy_offload": False},
-            kv_role="kv_both",
-            kv_load_failure_policy="fail",
-        ),
+        kv_transfer_config__kv_role="kv_both",
+        kv_transfer_config__kv_load_failure_policy="fail",
         additional_config={"ascend_compilation_config": {}, "ascend_fusion_config": {}},
         ec_transfer_config=None,
         kv_events_config=None,
@@ -275,10 +265,7 @@ def configured(**changes):
         use_v2_model_runner=False,
         weight_transfer_config=None,
     )
-    for path, value in changes.items():
-        *owners, name = path.split("__")
-        setattr(reduce(getattr, owners, made), name, value)
-    return made
+    return namespace(made, **changes)
 
 
 def here(device="npu", contiguous=False, **environment):

@@ -5,7 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from fakes import raising, transfer
+from fakes import namespace, raising, transfer
 
 from harness import parallel_drafts
 from harness.matrix import admission
@@ -73,46 +73,34 @@ def breaks(code, changes):
 
 def config(connector=True, **changes):
     """A configuration that passes; ``changes`` are dotted names with ``__`` for the dot."""
-    made = SimpleNamespace(
-        machine={},  # of ``facts``
+    machine = {name: value for name, value in changes.items() if name.startswith("machine__")}
+    made = namespace(
+        machine={name.removeprefix("machine__"): value for name, value in machine.items()},
         use_v2_model_runner=False,
         attention_config=SimpleNamespace(),
         kv_transfer_config=transfer("OffloadingConnector") if connector else None,
-        scheduler_config=SimpleNamespace(
-            policy="fcfs",
-            scheduler_cls=None,
-            enable_chunked_prefill=True,
-            disable_hybrid_kv_cache_manager=False,
-        ),
-        cache_config=SimpleNamespace(enable_prefix_caching=True, cache_dtype="auto"),
-        parallel_config=SimpleNamespace(
-            world_size=1,
-            tensor_parallel_size=1,
-            pipeline_parallel_size=1,
-            data_parallel_size=1,
-            decode_context_parallel_size=1,
-            distributed_executor_backend="mp",
-        ),
+        scheduler_config__policy="fcfs",
+        scheduler_config__scheduler_cls=None,
+        scheduler_config__enable_chunked_prefill=True,
+        scheduler_config__disable_hybrid_kv_cache_manager=False,
+        cache_config__enable_prefix_caching=True,
+        cache_config__cache_dtype="auto",
+        parallel_config__data_parallel_size=1,
+        parallel_config__decode_context_parallel_size=1,
+        parallel_config__distributed_executor_backend="mp",
         speculative_config=None,
         kv_events_config=None,
-        model_config=SimpleNamespace(
-            is_hybrid=False,
-            is_encoder_decoder=False,
-            use_mla=False,
-            architecture="JambaForCausalLM",
-            enforce_eager=True,
-            enable_sleep_mode=False,
-            get_sliding_window=lambda: None,
-            hf_text_config=SimpleNamespace(),
-        ),
+        model_config__is_hybrid=False,
+        model_config__is_encoder_decoder=False,
+        model_config__use_mla=False,
+        model_config__architecture="JambaForCausalLM",
+        model_config__enforce_eager=True,
+        model_config__enable_sleep_mode=False,
+        model_config__get_sliding_window=lambda: None,
+        model_config__hf_text_config=SimpleNamespace(),
+        **ranks(1),
     )
-    for name, value in changes.items():
-        if name.startswith("machine__"):
-            made.machine[name.removeprefix("machine__")] = value
-            continue
-        section, _, field = name.rpartition("__")
-        setattr(getattr(made, section) if section else made, field, value)
-    return made
+    return namespace(made, **{n: value for n, value in changes.items() if n not in machine})
 
 
 def spec(name, module=None):

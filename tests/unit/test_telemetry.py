@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import prometheus_client
 import pytest
-from fakes import module, raising, transfer
+from fakes import module, namespace, raising, transfer
 from prometheus_client import multiprocess
 
 from kvpatch import api, cli, state
@@ -435,41 +435,33 @@ def simple(blocks=1, cached=0, **more):
         num_gpu_blocks=blocks, cached_block_hash_to_block=dict.fromkeys(range(cached)), **more
     )
     made = type("SimpleCPUOffloadConnector", (), {})()
-    made.scheduler_manager = SimpleNamespace(cpu_block_pool=pool)
-    return made
+    return namespace(made, scheduler_manager__cpu_block_pool=pool)
 
 
 def core(**counts):
     """An engine as far as it is measured."""
-    allocator = SimpleNamespace(
-        get_page_state=lambda: {"inuse_pages": 5, "reserved_pages": 2, "total_pages": 16}
-    )
-    manager = SimpleNamespace(
-        page_allocator=allocator,
+    pages = {"inuse_pages": 5, "reserved_pages": 2, "total_pages": 16}
+    manager = namespace(
+        page_allocator__get_page_state=lambda: pages,
         page_size=2 << 20,
         mem_size=20 * (2 << 20),
         num_layers=1,
         num_kv_buffers=1,
     )
-    pool = SimpleNamespace(kv_cache_manager=manager)
     fence = SimpleNamespace(counters=Counters(**counts), holding=1, held={3}, changes=1)
     state.attach(manager, Fenced(fence, manager, None))
+    blocks = SimpleNamespace(_num_blocks=100, _num_allocated_blocks=12, _free_list=[1, 2])
     connector = type("OffloadingConnector", (), {})()
-    connector.connector_scheduler = SimpleNamespace(
-        manager=SimpleNamespace(_num_blocks=100, _num_allocated_blocks=12, _free_list=[1, 2])
+    return namespace(
+        Core(),
+        scheduler__connector=namespace(connector, connector_scheduler__manager=blocks),
+        scheduler__running=[],
+        scheduler__waiting=[],
+        scheduler__kv_cache_manager__block_pool__kv_cache_manager=manager,
+        vllm_config__model_config__served_model_name="llama",
+        vllm_config__parallel_config__world_size=1,
+        vllm_config__kv_transfer_config=transfer("OffloadingConnector", cpu_bytes_to_use=1000),
     )
-    scheduler = SimpleNamespace(
-        connector=connector,
-        running=[],
-        waiting=[],
-        kv_cache_manager=SimpleNamespace(block_pool=pool),
-    )
-    config = SimpleNamespace(
-        model_config=SimpleNamespace(served_model_name="llama"),
-        parallel_config=SimpleNamespace(world_size=1),
-        kv_transfer_config=transfer("OffloadingConnector", cpu_bytes_to_use=1000),
-    )
-    return Core(scheduler=scheduler, vllm_config=config)
 
 
 @pytest.mark.parametrize("unit", ["blocks", "chunks"])
