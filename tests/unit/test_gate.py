@@ -4,7 +4,7 @@ import sys
 from functools import partial
 
 import pytest
-from fakes import distribution, module
+from fakes import distribution, module, raising
 from packaging.version import Version
 
 from kvpatch import gate, supported
@@ -254,6 +254,9 @@ class Target:
     @staticmethod
     def static(request): ...
 
+    @classmethod
+    def of_class(cls, request): ...
+
     value = 3
 
 
@@ -288,12 +291,35 @@ def test_targets(patch, path, parameters, outcome, reason):
     assert gate.check_target(patch(path, *parameters)) == gate.Verdict(outcome, reason)
 
 
-def test_a_target_in_a_module_that_is_gone():
-    broken = Patch("a", "no.such:thing", "why", "up", "until", "w:w", (), "0.16")
+def test_a_target_in_a_module_that_is_gone(patch):
+    broken = patch("gone")._replace(target="no.such:thing")
     assert gate.check_target(broken) == gate.Verdict(
         Outcome.ABSENT,
         "no.such:thing cannot be imported (ModuleNotFoundError: No module named 'no')",
     )
+    verdict = gate.check_target(broken, raising(OSError("libcuda.so is missing")))
+    assert verdict.outcome is Outcome.ABSENT
+    assert "OSError: libcuda.so is missing" in verdict.reason
+
+
+@pytest.mark.parametrize("error", [TypeError, ValueError])
+def test_a_function_without_a_readable_signature_has_moved(patch, error):
+    row = patch("Target.method", "self")
+    verdict = gate.check_target(row, lambda target: raising(error("no signature")))
+    assert verdict.outcome is Outcome.MOVED
+    assert "no signature to read" in verdict.reason
+
+
+@pytest.mark.parametrize(
+    ("path", "names"),
+    [
+        ("static", ["request"]),
+        ("of_class", ["cls", "request"]),
+        ("method", ["self", "request", "limit"]),
+    ],
+)
+def test_a_signature_is_the_functions_own(patch, path, names):
+    assert list(gate.imported(f"target_module:Target.{path}")()) == names
 
 
 def feature(*seams, **fields):
@@ -319,8 +345,41 @@ def test_an_optional_feature_stays_off_where_it_is_not_validated(patch):
     assert outcome(one, "0.28.0") == gate.PASSED
     verdict = outcome(one, NOT_VALIDATED, **allowing(NOT_VALIDATED))
     assert verdict.outcome is Outcome.OUTSIDE
-    assert gate.refusal(one, verdict) is None
-    assert gate.refusal(one._replace(optional=False), verdict).code == "KVP201"
+
+
+@pytest.mark.parametrize("outcome", Outcome)
+def test_an_optional_feature_that_does_not_fit_a_validated_release_stops_vllm(outcome):
+    """Only where it is not validated does a rule refuse what needs it."""
+    verdict = gate.Verdict(outcome, "because")
+    assert verdict.passed is (outcome is Outcome.APPLIED)
+    fits = outcome in (Outcome.APPLIED, Outcome.NOT_NEEDED)
+    for optional in (True, False):
+        refused = gate.refusal(feature(optional=optional), verdict)
+        if fits or (optional and outcome is Outcome.OUTSIDE):
+            assert refused is None
+        else:
+            assert refused.code == "KVP201"
+
+
+def test_a_feature_of_later_releases_is_off_on_one_that_is_named():
+    one = feature(since="0.28")
+    assert not gate.applies(one, found("0.27.9"), allowing("0.27.9"))
+    assert gate.applies(one, found("0.28.7"), allowing("0.28.7"))
+    assert not gate.applies(one, found("0.28.7"), allowing("0.28.8"))
+
+
+def test_every_target_of_a_feature_is_looked_at(patch):
+    fits = patch("Target.method", "limit")
+    for broken in (patch("Target.gone"), patch("Target.static", "other")):
+        assert not outcome(feature(fits, broken), "0.28.0").passed
+    assert outcome(feature(fits), "0.28.0").passed
+
+
+@pytest.mark.parametrize(("needed", "found"), [(True, Outcome.ABSENT), (False, Outcome.NOT_NEEDED)])
+def test_a_needed_feature_is_checked(patch, needed, found):
+    sys.modules["target_module"].wanted = lambda: needed
+    one = feature(patch("Target.gone"), wanted="target_module:wanted")
+    assert outcome(one, "0.28.0").outcome is found
 
 
 def test_of_a_seam_only_the_part_of_the_release_is_looked_at(patch):

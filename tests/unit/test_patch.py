@@ -5,8 +5,10 @@ import sys
 import types
 
 import pytest
+from packaging.version import Version
 
-from kvpatch.patch import Feature, Kind, Patch, Transaction, apply, argument, load
+from kvpatch.patch import Feature, Gap, Kind, Patch, Seam, Transaction, apply, argument, load
+from kvpatch.versions import Span
 
 
 def loud(wrapped, instance, args, kwargs):
@@ -19,6 +21,10 @@ def quiet(wrapped, instance, args, kwargs):
 
 def another(original):
     return lambda *args: f"instead of {original.__name__}"
+
+
+def interrupted(original):
+    raise KeyboardInterrupt
 
 
 @pytest.fixture
@@ -242,3 +248,50 @@ def test_an_argument_is_found_by_name_or_position():
     assert argument((), {"second": None}, 1, "second") is None  # which was given
     with pytest.raises(IndexError):
         argument(("a",), {}, 1, "second")
+
+
+def test_an_interrupt_leaves_no_part_of_a_feature(world):
+    transaction = Transaction()
+    with pytest.raises(KeyboardInterrupt):
+        transaction.apply_all(
+            (patch("Thing.method"), patch("function", "interrupted", Kind.REPLACE))
+        )
+    assert transaction.applied == []
+    assert world.Thing().method() == "method"
+
+
+def test_a_guard_is_around_every_wrapper_and_no_replacement(world):
+    def guard(wrapper):
+        return lambda *args: f"guarded {wrapper(*args)}"
+
+    transaction = Transaction(guard)
+    transaction.apply_all((patch("function"), patch("Thing.method", "another", Kind.REPLACE)))
+    assert world.function() == "guarded loud function"
+    assert world.Thing().method() == "instead of method"
+    assert [applied.patch.id for applied in transaction.applied] == ["function", "Thing.method"]
+
+
+def test_reverting_goes_down_to_a_count_newest_first(world):
+    transaction = Transaction()
+    transaction.apply_all((patch("function"), patch("Thing.method"), patch("Thing.static")))
+    assert transaction.revert_to(1) == []
+    assert [applied.patch.id for applied in transaction.applied] == ["function"]
+    assert world.function() == "loud function"
+    assert world.Thing.static() == "static"
+
+
+def test_the_fields_of_a_row_a_seam_and_a_feature():
+    row = patch("function")._replace(since="0.20", before="0.24")
+    later = patch("Thing.method")._replace(since="0.24")
+    gap = Gap("0.16", "0.20", "not there")
+    assert (row.span, gap.span) == (Span("0.20", "0.24"), Span("0.16", "0.20"))
+    one = Seam((gap, row, later))
+    assert one == Seam((gap, row, later))
+    assert (one.name, one.patches) == ("function", (row, later))
+    assert one.at(Version("0.17")) == [gap]
+    feature = Feature("f", "s", (one, patch("Thing.static")), since="0.16")
+    assert feature.span == Span("0.16")
+    assert [each.id for each in feature.patches] == ["function", "Thing.method", "Thing.static"]
+    assert [each.id for each in feature.at(Version("0.17"))] == ["Thing.static"]
+    assert [each.id for each in feature.at(Version("0.24"))] == ["Thing.method", "Thing.static"]
+    assert (feature.before_kvcached, feature.optional) == (False, False)
