@@ -11,6 +11,7 @@ import wrapt
 from fakes import distribution, write
 
 from kvpatch import claims
+from kvpatch.environ import STATUS_DIR
 from kvpatch.logs import log
 
 ROOT = Path(__file__).parents[2]
@@ -65,6 +66,13 @@ def shared_memory():
     ):
         here.setattr(claims, "BASE", Path(folder))
         yield
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A folder of status pages of the test's own."""
+    monkeypatch.setenv(STATUS_DIR.name, str(tmp_path))
+    return tmp_path
 
 
 @pytest.fixture

@@ -3,6 +3,8 @@
 import sys
 from types import ModuleType, SimpleNamespace
 
+from kvpatch.versions import Facts, Installed
+
 
 def raising(error):
     """A function that takes anything and raises ``error``."""
@@ -18,6 +20,12 @@ def transfer(name, **extra):
     return SimpleNamespace(
         kv_connector=name, kv_connector_module_path=None, kv_connector_extra_config=extra
     )
+
+
+def facts(vllm="0.28.0", device="cuda", contiguous=True, environment=None, memory=None):
+    """A machine with a release of vLLM, and kvcached 0.1.6."""
+    installed = Installed.release("vllm", vllm), Installed.release("kvcached", "0.1.6")
+    return Facts(*installed, environment or {}, device, contiguous, lambda: memory)
 
 
 def module(monkeypatch, name, **content):

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
-from fakes import module, namespace, transfer
+from fakes import facts, module, namespace, transfer
 
 from kvpatch.patch import Patch, Transaction
 from kvpatch.patches.ascend import allocation, device, order, presence, ran
@@ -15,7 +15,6 @@ from kvpatch.patches.ascend.rules import RULES
 from kvpatch.refusal import Refusal
 from kvpatch.status import record
 from kvpatch.upstream import combination
-from kvpatch.versions import Facts, Installed
 
 
 @pytest.mark.parametrize(
@@ -269,13 +268,12 @@ def configured(**changes):
 
 
 def here(device="npu", contiguous=False, **environment):
-    installed = Installed.release("vllm", "0.23.0"), Installed.release("kvcached", "0.1.6")
-    return Facts(*installed, environment, device, contiguous)
+    return facts("0.23.0", device, contiguous, environment)
 
 
-def refused_with(facts, **changes):
+def refused_with(given, **changes):
     config = configured(**changes)
-    return [rule.code for rule in RULES if rule.applies(config, facts)]
+    return [rule.code for rule in RULES if rule.applies(config, given)]
 
 
 def test_what_ran_on_an_npu_starts_there():

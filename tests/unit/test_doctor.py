@@ -15,7 +15,7 @@ import venv
 from pathlib import Path
 
 import pytest
-from fakes import distribution, raising
+from fakes import distribution, facts, raising
 
 from kvpatch import claims, cli, doctor, environ, patches, versions
 from kvpatch.cgroup import Limit
@@ -37,7 +37,7 @@ from kvpatch.host_memory import HostMemory
 from kvpatch.patches.elastic_memory import ipc_name
 from kvpatch.process import start_ticks
 from kvpatch.telemetry import refusals
-from kvpatch.versions import Facts, Installed
+from kvpatch.versions import Installed
 
 WITH_VLLM = pytest.mark.skipif(
     not versions.installed("vllm"), reason="scripts/pythons is without vLLM"
@@ -327,9 +327,7 @@ def test_the_host_device_has_a_size_where_vllm_is_for_cpus(monkeypatch, size, le
     monkeypatch.setenv("KVPATCH_HOST_DEVICE", size)
 
     def required(vllm):
-        kvcached = Installed.release("kvcached", "0.1.6")
-        facts = Facts(Installed.release("vllm", vllm), kvcached, os.environ)
-        return packages.check_required(facts)
+        return packages.check_required(facts(vllm, environment=os.environ))
 
     finding = says(required("0.32.0+cpu"), level, said)
     assert finding.code == ("" if level is Level.OK else "KVP502")

@@ -1,7 +1,8 @@
 """Rules of the host's memory by themselves: several CPU tiers, nothing free, nothing known."""
 
 import pytest
-from test_rules import GIB, OLD, ONE_RANK, ROOMY, config, facts, tier
+from fakes import facts
+from test_rules import GIB, OLD, ONE_RANK, ROOMY, config, tier
 
 from kvpatch import rules
 from kvpatch.patches.offloading import memory_rules

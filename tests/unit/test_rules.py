@@ -5,7 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from fakes import namespace, raising, transfer
+from fakes import facts, namespace, raising, transfer
 
 from harness import parallel_drafts
 from harness.matrix import admission
@@ -31,7 +31,7 @@ from kvpatch.rules import Rule
 from kvpatch.status import Record
 from kvpatch.supported import in_ranges, validated
 from kvpatch.upstream import connector_keys
-from kvpatch.versions import Facts, Installed, Span
+from kvpatch.versions import Span
 
 ERRORS = Path(__file__).parents[2] / "docs/errors.md"
 RULES = rules.of(feature.rules for feature in patches.FEATURES)
@@ -40,18 +40,6 @@ RULES = rules.of(feature.rules for feature in patches.FEATURES)
 def words(span):
     """The validated releases of a span, as a sentence has them."""
     return in_ranges(validated(span))
-
-
-def facts(vllm="0.28.0", device="cuda", contiguous=True, environment=None, memory=None):
-    """A machine with a release of vLLM."""
-    return Facts(
-        Installed.release("vllm", vllm),
-        Installed.release("kvcached", "0.1.6"),
-        environment or {},
-        device,
-        contiguous,
-        lambda: memory,
-    )
 
 
 def check(made, here=None, **more):

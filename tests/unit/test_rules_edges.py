@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+from fakes import facts
 from test_rules import (
     HYBRID,
     LATENT,
@@ -20,7 +21,6 @@ from test_rules import (
     code_of,
     config,
     extra_of,
-    facts,
     multi,
     of_connectors,
     rule,

@@ -8,13 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 import wrapt
-from fakes import module
+from fakes import facts, module
 from packaging.version import Version
 
 from kvpatch import patches, rules, supported
 from kvpatch.patches.kvcached_adapters import runner_choice
 from kvpatch.patches.kvcached_adapters.rules import RULES
-from kvpatch.versions import Facts, Installed
 
 RELEASES = [release for release in supported.RELEASES if Version(release) >= Version("0.16")]
 LINE = (
@@ -79,12 +78,7 @@ def apply(monkeypatch, release):
 
 
 def refused(made, release="0.26.0", environment=None):
-    facts = Facts(
-        Installed.release("vllm", release),
-        Installed.release("kvcached", "0.1.6"),
-        environment or {},
-    )
-    refusal = rules.check(made, facts, RULES)
+    refusal = rules.check(made, facts(release, environment=environment), RULES)
     return refusal.code if refusal else ""
 
 

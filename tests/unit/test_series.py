@@ -11,7 +11,7 @@ from fakes import transfer
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from kvpatch import state
-from kvpatch.environ import HOST_POOL, KVCACHED_CONTIGUOUS, STATUS_DIR
+from kvpatch.environ import HOST_POOL, KVCACHED_CONTIGUOUS
 from kvpatch.patch import Outcome
 from kvpatch.patches.fence.fence import Fence
 from kvpatch.patches.metrics import hooks, snapshot
@@ -22,9 +22,7 @@ from kvpatch.telemetry.prometheus import PREFIX, Classes, Metrics
 FACTS = ["0.1.0", "0.28.0+cpu", "0.1.6", "contiguous"]
 
 
-@pytest.fixture(autouse=True)
-def place(tmp_path, monkeypatch):
-    monkeypatch.setenv(STATUS_DIR.name, str(tmp_path))
+pytestmark = pytest.mark.usefixtures("place")
 
 
 class Server:

