@@ -124,11 +124,17 @@ def of_connectors(inside):
     return connector | chunks(connectors=inside)
 
 
+def at(release):
+    """A release, on the runner of before, or on the one of ``use_v2_model_runner``."""
+    return {"machine__vllm": release}
+
+
 def v2(release):
     """A release, on Model Runner V2."""
-    return {"machine__vllm": release, "use_v2_model_runner": True}
+    return at(release) | {"use_v2_model_runner": True}
 
 
+IN_MULTI = multi("OffloadingConnector")
 V2_OF_29, V2_OF_30, V2_OF_32 = v2("0.29.0"), v2("0.30.0"), v2("0.32.0")
 V2_OF_33, V2_OF_34 = v2("0.33.0"), v2("0.34.0")
 
@@ -195,7 +201,7 @@ TWO_SIZES = {
     "machine__contiguous": False,
 }
 SYNC_LOADS = {"sync_load_budget_bytes": 1 << 30}
-CONNECTORS = [{}, simple(), multi("OffloadingConnector"), tiers("fs")]
+CONNECTORS = [{}, simple(), IN_MULTI, tiers("fs")]
 IDLE_30S = of_environment(**{IDLE.name: "30s"})
 
 # By the code of a rule: what it refuses; first what the sentence says of it, where that has values
@@ -208,7 +214,7 @@ WHOLE = {"scheduler_config__enable_chunked_prefill": False}
 MTP = {"speculative_config": SimpleNamespace(method="mtp")}
 LORA = {"lora_config": SimpleNamespace()}
 CASES = {
-    "KVP301": [{"machine__vllm": "0.34.0"}],
+    "KVP301": [at("0.34.0")],
     # Without a connector: test_hybrid_models_where_kvcached_has_no_adapter.
     "KVP313": ["JambaForCausalLM has state-space layers"],
     "KVP314": [
@@ -235,18 +241,13 @@ CASES = {
             "cache_config__kv_cache_memory_bytes": 1 << 20,
         },
     ],
-    "KVP375": [
-        ASLEEP | {"machine__vllm": "0.31.0"},
-        ASLEEP | TWO_RANKS,
-        ASLEEP | multi("OffloadingConnector"),
-        ASLEEP | tiers("fs"),
-    ],
+    "KVP375": [ASLEEP | at("0.31.0"), ASLEEP | TWO_RANKS, ASLEEP | IN_MULTI, ASLEEP | tiers("fs")],
     "KVP312": [{"attention_config__hisparse_config": SimpleNamespace()}],
     "KVP378": [
         "the ranks of this engine are on 2 machines",
         {"parallel_config__nnodes_within_dp": 2},
     ],
-    "KVP373": [of_environment(**{FIRST_LIMIT.name: "8GiB"}) | {"machine__vllm": "0.27.0"}],
+    "KVP373": [of_environment(**{FIRST_LIMIT.name: "8GiB"}) | at("0.27.0")],
     "KVP365": [
         "secondary_tiers is not a list of objects",
         *(chunks(**extra) for extra in OF_TIERS),
@@ -263,13 +264,10 @@ CASES = {
         EXAMPLE,
         EXAMPLE | {"kv_transfer_config__kv_connector_module_path": "mine"},
     ],
-    "KVP328": [
-        multi("OffloadingConnector") | {"machine__vllm": "0.25.9"},
-        multi("OffloadingConnector") | V2_OF_34,
-    ],
+    "KVP328": [IN_MULTI | at("0.25.9"), IN_MULTI | V2_OF_34],
     "KVP362": [
-        multi("OffloadingConnector", "SimpleCPUOffloadConnector") | {"machine__vllm": "0.21.0"},
-        multi("SimpleCPUOffloadConnector") | {"machine__vllm": "0.19.0"},
+        multi("OffloadingConnector", "SimpleCPUOffloadConnector") | at("0.21.0"),
+        multi("SimpleCPUOffloadConnector") | at("0.19.0"),
     ],
     "KVP319": [
         "a MultiConnector is configured with LMCacheConnectorV1 inside",
@@ -290,13 +288,13 @@ CASES = {
         chunks(canonical_layout=True),
         multi("OffloadingConnector", kv_connector_extra_config={"canonical_layout": True}),
     ],
-    "KVP354": [ARC | {"machine__vllm": "0.16.0"}],
+    "KVP354": [ARC | at("0.16.0")],
     "KVP355": [
         WINDOWS | chunks(block_size=64),
         WINDOWS | chunks(blocks_per_chunk=2) | V2_OF_32,
         WINDOWS | multi("OffloadingConnector", kv_connector_extra_config={"block_size": 64}),
     ],
-    "KVP356": [TWO_SIZES, TWO_SIZES | multi("OffloadingConnector")],
+    "KVP356": [TWO_SIZES, TWO_SIZES | IN_MULTI],
     "KVP351": [chunks(**SYNC_LOADS) | V2_OF_33],
     "KVP305": [
         "a KV connector is configured for JambaForCausalLM",
@@ -364,7 +362,7 @@ CASES = {
     ],
     "KVP310": [
         "a KV connector is configured with the KV cache dtype fp8",
-        FP8 | ONE_RANK | {"machine__vllm": "0.20.2"},
+        FP8 | ONE_RANK | at("0.20.2"),
         FP8 | ONE_RANK | {"model_config": None},
         FP8 | V2_OF_34,
     ],
@@ -384,11 +382,11 @@ CASES = {
     "KVP361": [
         "a KV connector is configured for JambaForCausalLM, which is run for its pooled states",
         POOLING | TWO_RANKS,
-        POOLING | ONE_RANK | {"machine__vllm": "0.27.1"},
+        POOLING | ONE_RANK | at("0.27.1"),
         POOLING | ONE_RANK | V2_OF_29 | simple(),
         POOLING | ONE_RANK | WINDOWS,
         POOLING | ONE_RANK | tiers("fs"),
-        POOLING | ONE_RANK | multi("OffloadingConnector"),
+        POOLING | ONE_RANK | IN_MULTI,
     ],
     "KVP332": [LORA, tiers("fs") | LORA],
     "KVP377": [
@@ -417,8 +415,8 @@ CASES = {
     "KVP338": [
         "the CPU tier takes 256.0 GiB (130.0 GiB before torch rounds it) and this machine has "
         "120.0 GiB available",
-        tier(130, available=120, container=None) | ONE_RANK | {"machine__vllm": "0.26.0"},
-        tier(130, available=120, container=None, swap=8) | {"machine__vllm": "0.26.0"},
+        tier(130, available=120, container=None) | ONE_RANK | at("0.26.0"),
+        tier(130, available=120, container=None, swap=8) | at("0.26.0"),
     ],
     "KVP339": [
         tier(512, shm=900, container=None, available=900),
@@ -439,8 +437,8 @@ CASES = {
         multi("SimpleCPUOffloadConnector", kv_connector_extra_config={"num_cpu_blocks": 100}),
     ],
     "KVP316": [simple(lazy_offload=True) | V2_OF_29],
-    "KVP317": [simple(lazy_offload=True) | V2_OF_34, simple() | {"machine__vllm": "0.23.9"}],
-    "KVP327": [simple() | WINDOWS | {"machine__vllm": "0.19.1"}],
+    "KVP317": [simple(lazy_offload=True) | V2_OF_34, simple() | at("0.23.9")],
+    "KVP327": [simple() | WINDOWS | at("0.19.1")],
     "KVP318": [simple() | {"machine__device": "xpu"}],
     "KVP342": [pooled(machine__vllm="0.26.0"), pooled() | V2_OF_34],
     "KVP343": [
@@ -456,13 +454,13 @@ CASES = {
         pooled("100GiB") | tier(64, container=32),
         pooled() | tier(80, available=20, container=None, swap=12),
     ],
-    "KVP325": [EVENTS | {"machine__vllm": "0.25.1"}],
+    "KVP325": [EVENTS | at("0.25.1")],
     "KVP374": [
         "data parallelism over 2 engines is configured",
-        ENGINES | {"machine__vllm": "0.25.1"},
+        ENGINES | at("0.25.1"),
         ENGINES | V2_OF_32 | {"machine__device": "cuda"},
     ],
-    "KVP329": [tiers("fs") | {"machine__vllm": "0.22.1"}],
+    "KVP329": [tiers("fs") | at("0.22.1")],
     "KVP330": [tiers("fs") | V2_OF_34],
     "KVP321": [tiers("example"), tiers("fs", "example")],
     "KVP364": [tiers("p2p"), tiers("fs", "p2p")],
@@ -477,10 +475,8 @@ CASES = {
         "a secondary tier is configured with prefix_caching_hash_algo xxhash",
         tiers("fs") | {"cache_config__prefix_caching_hash_algo": "xxhash"},
     ],
-    "KVP386": [
-        tiers("fs", "obj") | {"machine__vllm": "0.32.0"} | of_environment(KVPATCH_TIER_SIZE="1GiB")
-    ],
-    "KVP370": [IDLE_30S | {"machine__vllm": "0.27.0"}],
+    "KVP386": [tiers("fs", "obj") | at("0.32.0") | of_environment(KVPATCH_TIER_SIZE="1GiB")],
+    "KVP370": [IDLE_30S | at("0.27.0")],
     "KVP372": [
         simple()
         | {"machine__vllm": "0.32.0", "machine__device": "cpu"}
@@ -488,7 +484,7 @@ CASES = {
     ],
     "KVP371": [
         *(
-            multi(inside) | {"machine__vllm": "0.32.0"} | IDLE_30S
+            multi(inside) | at("0.32.0") | IDLE_30S
             for inside in ("OffloadingConnector", "SimpleCPUOffloadConnector")
         )
     ],
@@ -498,10 +494,10 @@ CASES = {
         SLEEP | {"model_config__enable_cumem_allocator": True},
         SLEEP | simple(),
         SLEEP | simple(lazy_offload=True),
-        SLEEP | multi("OffloadingConnector"),
+        SLEEP | IN_MULTI,
         SLEEP | tiers("fs"),
-        SLEEP | {"machine__vllm": "0.16.0"},
-        SLEEP | {"machine__vllm": "0.32.0"},
+        SLEEP | at("0.16.0"),
+        SLEEP | at("0.32.0"),
     ],
     "KVP376": [
         "KV cache events and a pooling model are configured together",
@@ -589,15 +585,15 @@ def test_the_rule_refuses_with_its_sentence(code, changes):
         simple() | {"machine__device": "cpu"},
         {"use_v2_model_runner": True},
         simple(lazy_offload=True) | {"use_v2_model_runner": True},
-        multi("OffloadingConnector") | {"use_v2_model_runner": True},
-        simple() | {"machine__vllm": "0.32.0"},
+        IN_MULTI | {"use_v2_model_runner": True},
+        simple() | at("0.32.0"),
         LATENT | V2_OF_29 | ONE_RANK,
         HYBRID | V2_OF_30 | ONE_RANK,
         LATENT | V2_OF_29 | ONE_RANK | simple(),
         POOLING | ONE_RANK,
         POOLING | ONE_RANK | V2_OF_30 | simple(lazy_offload=True),
         V2_OF_32,
-        {"machine__vllm": "0.32.0"},  # on Runner V1
+        at("0.32.0"),  # on Runner V1
         {"machine__vllm": "0.25.1", "kv_events_config": SimpleNamespace(enable_kv_cache_events=0)},
         EVENTS,
         spec("TieringOffloadingSpec"),
@@ -606,7 +602,7 @@ def test_the_rule_refuses_with_its_sentence(code, changes):
         tiers("fs", "fs"),
         tiers("fs") | {"cache_config__prefix_caching_hash_algo": "sha256_cbor"},
         {"cache_config__prefix_caching_hash_algo": "xxhash"},
-        multi("OffloadingConnector"),
+        IN_MULTI,
         ARC,
         WINDOWS,
         WINDOWS | chunks(blocks_per_chunk=1),
@@ -625,7 +621,7 @@ def test_the_rule_refuses_with_its_sentence(code, changes):
         tier(64),
         tier(100),
         tier(64, shm=None, container=None),
-        tier(64, shm=0) | {"machine__vllm": "0.26.0"},  # not in /dev/shm
+        tier(64, shm=0) | at("0.26.0"),  # not in /dev/shm
         tier(512, shm=900, container=None, available=900) | V2_OF_32,
         tier(400, shm=2) | {"machine__memory": None},  # in a process of an engine
     ],
@@ -760,7 +756,7 @@ def test_model_runner_v2_before_kvcacheds_adapter():
 @pytest.mark.parametrize("release", ["0.22.1", "0.26.0"])
 def test_a_scheme_of_the_checkpoint_makes_auto_fp8(release):
     """As vLLM's Attention.__init__ decides, in the worker; it was admitted as ``auto``."""
-    given = SCHEME | {"machine__vllm": release}
+    given = SCHEME | at(release)
     refusal = check(config(**given, **WINDOWS, **ONE_RANK))
     assert refusal.code == "KVP310"
     assert refusal.what == (
@@ -774,7 +770,7 @@ def test_a_scheme_of_the_checkpoint_makes_auto_fp8(release):
 @pytest.mark.parametrize("release", ["0.27.1", "0.28.0", "0.32.0"])
 @pytest.mark.parametrize("dtype", ["auto", "fp8", "fp8_e4m3", "fp8_e5m2"])
 def test_fp8_starts_where_it_was_compared(release, dtype):
-    given = v2(release) if release == "0.32.0" else {"machine__vllm": release}
+    given = v2(release) if release == "0.32.0" else at(release)
     given |= ONE_RANK | {"cache_config__cache_dtype": dtype}
     for connector in CONNECTORS:
         assert code_of(**given, **connector) is code_of(**given, **connector, **SCHEME) is None
@@ -889,7 +885,7 @@ def test_a_kind_of_model_starts_where_it_ran(ran, monkeypatch, changes, kind, co
     assert breaks(code, made)
     ran("none", models=(kind,))
     assert not breaks(code, made)
-    assert breaks(code, made | {"machine__vllm": "0.33.0"})
+    assert breaks(code, made | at("0.33.0"))
     assert breaks(code, made | {"parallel_config__world_size": 2})
     ran("none", models=tuple({kind for _, kind, _ in OF_KINDS} - {kind}))
     assert breaks(code, made)
@@ -1012,7 +1008,7 @@ ONE_GROUP = NO_GROUPS | WINDOWS
         ("chunks", chunks(block_size=64), "KVP359"),
         ("chunks", chunks(blocks_per_chunk="4"), "KVP359"),
         ("2 stages", STAGES, "KVP307"),
-        ("2 stages", STAGES | multi("OffloadingConnector"), "KVP307"),
+        ("2 stages", STAGES | IN_MULTI, "KVP307"),
         ("2 stages of 2 ranks", STAGES_OF_RANKS, "KVP307"),
         ("no hybrid manager", ONE_GROUP, "KVP360"),
         ("no hybrid manager", ONE_GROUP | simple(), "KVP360"),
@@ -1038,7 +1034,7 @@ def test_a_setting_that_ran_starts(ran, monkeypatch, feature, changes, code):
         chunks(block_size=32) | {"cache_config__block_size": 32},
         simple(store_threshold=2, block_size=64),  # keys that it does not read
         NO_GROUPS | V2_OF_32,
-        ONE_GROUP | {"machine__vllm": "0.21.0"},  # whose cells ran so
+        ONE_GROUP | at("0.21.0"),  # whose cells ran so
     ],
 )
 def test_a_setting_that_changes_nothing_starts(monkeypatch, changes):
@@ -1051,7 +1047,7 @@ def test_the_cells_of_latent_attention_ran_with_whole_prompts(ran):
     assert check(config(**WHOLE | LATENT | ONE_RANK | V2_OF_32)) is None
 
 
-OLD = {"machine__vllm": "0.26.0"} | ONE_RANK
+OLD = at("0.26.0") | ONE_RANK
 ROUNDED = (
     "of 33.0 GiB takes 64.0 GiB, because torch rounds pinned memory of each rank up to a power of "
     "two; ask for a power of two per rank, or install vLLM 0.27.1"

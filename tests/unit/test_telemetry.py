@@ -38,17 +38,10 @@ WAIT = "import sys, time; print('here', flush=True); time.sleep(600)"
 
 
 @pytest.fixture(autouse=True)
-def no_device(monkeypatch):
-    """This process has none, which kvcached is asked about; it need not be installed here."""
+def no_device(place, monkeypatch):
+    """This process has none, nor a layout, which kvcached is asked about; it may not be here."""
     monkeypatch.setattr(kvcached_api, "device_memory", lambda: None)
-
-
-@pytest.fixture(autouse=True)
-def place(tmp_path, monkeypatch):
-    """A folder of pages of the test's own, and a layout that kvcached need not be asked for."""
-    monkeypatch.setenv(STATUS_DIR.name, str(tmp_path))
     monkeypatch.setenv(KVCACHED_CONTIGUOUS.name, "true")
-    return tmp_path
 
 
 @pytest.fixture
@@ -739,14 +732,7 @@ def test_a_gauge_is_what_it_was_last_whoever_hears_of_it_last(tmp_path, monkeypa
     assert value_after(monkeypatch, tmp_path, *heard) == 0
 
 
-class Registered:
-    """One of vLLM's metrics, which nobody reads here."""
-
-    def __init__(self, **given):
-        pass
-
-
-CLASSES = Classes(Registered, Registered, Registered)
+CLASSES = Classes(*[SimpleNamespace] * 3)  # of metrics, which nobody reads here
 
 
 def test_the_connector_never_sees_our_part():
