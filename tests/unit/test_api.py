@@ -63,9 +63,3 @@ def test_status_of_a_process_that_is_unknown_is_not_elastic(place):
         other.wait()
     assert (process.state, process.elastic, process.roles) == ("unknown", None, ())
     assert process.line.startswith(f"pid {other.pid} has no status page")
-
-
-def test_a_refusal_has_its_parts():
-    refusal = kvpatch.Refusal("a thing", "a reason", "do this", code="KVP101")
-    assert (refusal.what, refusal.why, refusal.remedy) == ("a thing", "a reason", "do this")
-    assert (refusal.code, refusal.basis.value) == ("KVP101", "setup")

@@ -490,14 +490,9 @@ CASES = {
     ],
     "KVP341": [
         "a KV connector is configured with sleep mode",
-        SLEEP,
+        *(SLEEP | one for one in (*CONNECTORS, simple(lazy_offload=True))),
         SLEEP | {"model_config__enable_cumem_allocator": True},
-        SLEEP | simple(),
-        SLEEP | simple(lazy_offload=True),
-        SLEEP | IN_MULTI,
-        SLEEP | tiers("fs"),
-        SLEEP | at("0.16.0"),
-        SLEEP | at("0.32.0"),
+        *(SLEEP | at(release) for release in ("0.16.0", "0.32.0")),
     ],
     "KVP376": [
         "KV cache events and a pooling model are configured together",

@@ -154,19 +154,6 @@ DISK = {
 }
 
 
-@pytest.mark.parametrize("fault", ["open", "link"])
-def test_a_folder_that_others_could_use_is_refused(place, fault):
-    path = page.folder_of(os.getuid())
-    if fault == "open":
-        path.mkdir()
-        path.chmod(0o777)
-    else:
-        (place / "elsewhere").mkdir()
-        path.symlink_to(place / "elsewhere")
-    with pytest.raises(PermissionError):
-        page.Writer(os.getpid(), "0.1.0")
-
-
 def test_a_page_is_never_read_in_part():
     writer = page.Writer(os.getpid(), "0.1.0")
     writer.write({"number": 0, "again": "0"})
