@@ -189,9 +189,6 @@ def test_a_span_has_its_first_release_and_not_its_end():
     assert inside == ["0.24.0", "0.25.1"]
     assert Version("99") in Span("0.24")
     assert (str(Span("0.24", "0.26")), str(Span("0.24"))) == (">=0.24,<0.26", ">=0.24")
-
-
-def test_validated_releases_of_a_span():
     assert validated(Span("0.28", "0.31")) == ["0.28.0", "0.29.0", "0.30.0"]
     assert validated() == [r for r, s in supported.RELEASES.items() if s is supported.VALIDATED]
 

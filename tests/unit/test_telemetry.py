@@ -234,6 +234,9 @@ def test_a_process_that_hangs_in_a_call_or_is_stopped(process, clock):
     seen = reader.look(path)
     assert seen.state is State.STOPPED
     assert f"kill -CONT {process.pid}" in seen.line
+    path = publish_as(process.pid, beats=False)  # once, as a frontend or a worker does
+    clock.at = 9000.0
+    assert reader.look(path).state is State.RUNS
 
 
 @pytest.mark.parametrize(
@@ -254,13 +257,6 @@ def test_an_engine_that_makes_no_step(process, running, waiting, more, said):
         hangs = f"pid {process.pid} hangs: {said}"
         assert seen.line.startswith(hangs)
         assert the_line(process.pid).startswith(hangs)
-
-
-def test_a_process_that_only_says_what_it_is_is_not_silent(process, clock):
-    """A frontend or worker writes its page once."""
-    path = publish_as(process.pid, beats=False)
-    clock.at = 9000.0
-    assert reader.look(path).state is State.RUNS
 
 
 def test_an_older_kvpatch(process, monkeypatch):
@@ -345,18 +341,10 @@ def test_the_text_answers_the_questions(process, prints):
         "a page is 2 MiB; with the zero page the device is charged for 16 MiB",
     ):
         assert part in text
-
-
-def test_json_is_one_line(process, prints):
-    publish_as(process.pid)
     (line,) = prints("--json", "--pid", str(process.pid)).splitlines()
     (found,) = json.loads(line)["processes"]
     assert found["state"] == "runs"
     assert found["engine"] == engine_state()
-
-
-def test_nothing_there(prints):
-    assert "no process with kvpatch on publishes in" in prints(code=1)
 
 
 def test_watch_draws_again(process, capsys, monkeypatch):
@@ -378,7 +366,9 @@ def test_the_last_refusals(prints):
     for number in range(refusals.KEPT + 2):
         refusals.remember(f"kvpatch refuses to start vLLM: {number}.")
         refusals.remember(f"kvpatch refuses to start vLLM: {number}.")  # as the import's error
-    said = [line for line in prints(code=1).splitlines() if "refuses" in line]
+    printed = prints(code=1)
+    assert "no process with kvpatch on publishes in" in printed
+    said = [line for line in printed.splitlines() if "refuses" in line]
     assert [line.rpartition(" ")[2] for line in said] == ["2.", "3.", "4.", "5.", "6."]
 
 
@@ -613,7 +603,8 @@ def test_an_outcome_that_does_not_exist_is_refused():
         Totals().moved("lost", 1)
 
 
-def test_messages_add_up_however_they_are_shared_out():
+def test_messages_add_up_however_they_are_shared_out(monkeypatch):
+    monkeypatch.setattr(series.time, "time", lambda: 1000.5)
     sender = series.Sender()
     servers = [{}, {}]
     now = engine_state()
@@ -623,18 +614,12 @@ def test_messages_add_up_however_they_are_shared_out():
             for labels, value in entries:
                 key = (name, *labels)
                 servers[turn % 2][key] = servers[turn % 2].get(key, 0) + value
+    assert sender.message(now) is None  # nothing has changed
     whole = {key: sum(server.get(key, 0) for server in servers) for key in servers[0]}
     assert whole["offload_bytes", "OffloadingConnector", "stored"] == 500
     assert whole["offload_bytes", "OffloadingConnector", "loaded"] == 50
     assert whole["offload_operations", "OffloadingConnector", "dropped"] == 0
     assert whole["fence_held_pages", "transfer"] == 3
-
-
-def test_nothing_is_sent_when_nothing_changed(monkeypatch):
-    monkeypatch.setattr(series.time, "time", lambda: 1000.5)
-    sender = series.Sender()
-    assert sender.message(engine_state()) is not None
-    assert sender.message(engine_state()) is None
 
 
 def test_a_host_pool_is_shown():

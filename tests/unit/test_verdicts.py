@@ -188,6 +188,9 @@ def test_a_verdict_holds_for_its_combination_and_what_was_lifted_in_its_run(tmp_
     assert verdicts.covering(RAN, ["KVP310", "KVP309"], known) is None
     (known,) = written(tmp_path, content(lifted=["KVP310", "KVP304", "KVP302"]))
     assert known.lifted == {"KVP310"}  # what is incompatible is not lifted by any file
+    nameless = RAN | {"device": ""}  # which is no device
+    known = written(tmp_path, content(combination=nameless))
+    assert verdicts.covering(nameless, [], known) is None
 
 
 @pytest.mark.parametrize(
@@ -205,12 +208,6 @@ def test_a_verdict_holds_for_its_combination_and_what_was_lifted_in_its_run(tmp_
 )
 def test_what_changed_asks_again(tmp_path, other):
     assert verdicts.covering(other, ["KVP310"], written(tmp_path, content())) is None
-
-
-def test_a_device_without_a_name_is_no_device(tmp_path):
-    nameless = RAN | {"device": ""}
-    known = written(tmp_path, content(combination=nameless))
-    assert verdicts.covering(nameless, [], known) is None
 
 
 def test_a_wrong_one_lifts_nothing_and_the_newest_counts(tmp_path):
@@ -380,20 +377,14 @@ def test_a_wrong_one_after_a_right_one_is_said(process, tmp_path, caplog):
 
 def test_the_next_engine_of_a_program_is_asked_for_again(process, tmp_path):
     written(tmp_path, content())
-    process()
-    process.refuses("KVP309")
-    assert process().skipped == frozenset()
-    assert VERIFIED.name not in os.environ
-
-
-def test_a_part_of_a_model_shares_the_decision(process, tmp_path):
-    """vLLM makes the configuration of its text model from that of a model that sees."""
-    written(tmp_path, content())
     config = plain()
     process(config=config)
     process.refuses("KVP309")
+    # vLLM makes the configuration of its text model from that of a model that sees.
     part = SimpleNamespace(**vars(config) | {"cache_config": SimpleNamespace()})
     assert process(config=part).skipped == {"KVP310"}
+    assert process().skipped == frozenset()
+    assert VERIFIED.name not in os.environ
 
 
 def test_a_programs_own_process_does_not_inherit_for_another_engine(process, tmp_path, monkeypatch):
