@@ -43,24 +43,24 @@ def test_a_release_whose_sources_were_compared_says_what_it_lacks():
     assert presence.refused("0.18.0", "0.18.0", EMULATOR).why.endswith(" only")
 
 
-def test_an_engine_starts_on_the_emulated_npu_only(monkeypatch):
+ON_AN_NPU = (
+    "kvpatch: the device is an NPU, on which the probe was right on 2026-11-24; no engine of "
+    "kvpatch's tests has run on one"
+)
+
+
+@pytest.mark.parametrize(
+    ("built", "passed", "said"), [(EMULATOR, "", []), (CANN, "2026-11-24", [ON_AN_NPU])]
+)
+def test_an_engine_starts_on_the_emulated_npu_or_where_the_probe_passed(
+    monkeypatch, warned, built, passed, said
+):
     settled = []
-    npu_with(monkeypatch, EMULATOR)
+    npu_with(monkeypatch, built, passed)
     monkeypatch.setattr(presence, "settle", lambda: settled.append(True))
     assert presence.wanted() is True
     assert settled == [True]
-
-
-def test_an_npu_that_passed_the_probe_starts_and_says_that_no_engine_of_ours_ran_there(monkeypatch):
-    npu_with(monkeypatch, CANN, passed="2026-11-24")
-    monkeypatch.setattr(presence, "settle", lambda: None)
-    warned = []
-    monkeypatch.setattr(presence.log, "warning", lambda text, *args: warned.append(text % args))
-    assert presence.wanted() is True
-    assert warned == [
-        "kvpatch: the device is an NPU, on which the probe was right on 2026-11-24; no engine of "
-        "kvpatch's tests has run on one"
-    ]
+    assert warned.messages == said
 
 
 def test_vllm_ascend_makes_its_patches_before_its_worker_is_imported(monkeypatch):
@@ -458,23 +458,18 @@ def start(scheduler):
     tensors(runner(scheduler))
 
 
-def test_an_engine_with_all_patches_starts(vllm):
-    start(vllm.Scheduler)
-    start(type("AsyncScheduler", (vllm.Scheduler,), {}))
-
-
 def test_what_vllm_ascend_replaces_after_us_is_refused(vllm):
     """As its ``EngineCore.__init__`` of profiled chunks, made when an engine is configured."""
     vllm.Scheduler.schedule = lambda self: "vllm-ascend's"
-    with pytest.raises(Refusal) as error:
+    target = f"the target of schedule twice, {SCHEDULER}:Scheduler.schedule, was replaced after it"
+    with pytest.raises(Refusal, match=rf"{target} was patched, .*\[KVP204\]"):
         start(vllm.Scheduler)
-    assert error.value.code == "KVP204"
-    assert "the target of schedule twice, " in str(error.value)
-    assert f"{SCHEDULER}:Scheduler.schedule, was replaced after it was patched" in str(error.value)
 
 
 def test_a_class_that_vllm_ascend_replaces_after_us_is_refused(vllm):
     """As its ``Scheduler``, which it made before us: a subclass may hide one patch or none."""
+    start(vllm.Scheduler)
+    start(type("AsyncScheduler", (vllm.Scheduler,), {}))
     vllm.Scheduler = type("BalanceScheduler", (vllm.Scheduler,), {})
     start(vllm.Scheduler)
     hiding = type("Hiding", (vllm.Scheduler,), {"has_requests": lambda self: False})
@@ -483,17 +478,14 @@ def test_a_class_that_vllm_ascend_replaces_after_us_is_refused(vllm):
         start(hiding)
 
 
-def test_a_target_that_is_gone_is_refused(vllm):
+def test_an_engine_whose_scheduler_is_not_the_patched_one_or_is_gone_is_refused(vllm):
+    """``AsyncScheduler`` of a module that was imported before its base class was replaced."""
+    with pytest.raises(Refusal, match="KVP204"):
+        start(type("AsyncScheduler", (Scheduler,), {}))
     scheduler = vllm.Scheduler
     del vllm.Scheduler
     with pytest.raises(Refusal, match="KVP204"):
         start(scheduler)
-
-
-def test_an_engine_whose_scheduler_is_not_the_patched_one_is_refused(vllm):
-    """``AsyncScheduler`` of a module that was imported before its base class was replaced."""
-    with pytest.raises(Refusal, match="KVP204"):
-        start(type("AsyncScheduler", (Scheduler,), {}))
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -202,6 +202,7 @@ def test_hybrid_models_are_where_kvcached_has_them_or_they_ran(
     monkeypatch, release, v2, refused, contiguous
 ):
     made = {"machine__vllm": release, "machine__contiguous": contiguous, "use_v2_model_runner": v2}
+    made["kv_transfer_config"] = None
     monkeypatch.setattr(admitted, "table", dict)
     assert breaks("KVP313", made | HYBRID) is refused
     assert not breaks("KVP313", made) and not breaks("KVP313", made | NO_MODEL)
