@@ -164,7 +164,7 @@ DELTA_NETS = HYBRID | {"model_config__hf_text_config": SimpleNamespace(linear_nu
 LATENT = {"model_config__use_mla": True}
 EVENTS = {"kv_events_config": SimpleNamespace(enable_kv_cache_events=True)}
 POOLING = {"model_config__runner_type": "pooling"}
-FP8 = {"cache_config__cache_dtype": "fp8"}
+FP8, BFLOAT16 = {"cache_config__cache_dtype": "fp8"}, {"cache_config__cache_dtype": "bfloat16"}
 NO_PREFIX_CACHE = {"cache_config__enable_prefix_caching": False}
 SLEEP = {"model_config__enable_sleep_mode": True}
 ASLEEP = {"machine__device": "cpu"} | SLEEP | ONE_RANK
@@ -204,7 +204,7 @@ SYNC_LOADS = {"sync_load_budget_bytes": 1 << 30}
 CONNECTORS = [{}, simple(), IN_MULTI, tiers("fs")]
 IDLE_30S = of_environment(**{IDLE.name: "30s"})
 
-# By the code of a rule: what it refuses; first what the sentence says of it, where that has values
+# By the code of a rule, what it refuses, after what the sentence says of it where that has values
 # of the configuration. Why and what to do then is in docs/errors.md.
 NO_LIST = {"type": "fs", "root_dir": "/tiers"}, ["fs"], "fs", [{"type": "fs"}, "fs"]
 OF_TIERS = [{"spec_name": "TieringOffloadingSpec", "secondary_tiers": one} for one in NO_LIST]
@@ -213,6 +213,9 @@ COMPRESSES = SimpleNamespace(index_topk=64, compress_rates={"compressed_sparse_a
 WHOLE = {"scheduler_config__enable_chunked_prefill": False}
 MTP = {"speculative_config": SimpleNamespace(method="mtp")}
 LORA = {"lora_config": SimpleNamespace()}
+OF_FP8 = FP8 | ONE_RANK | V2_OF_30
+DTYPE = "a KV connector is configured with the KV cache dtype"
+FULL = "for a model that is not of full attention alone"
 CASES = {
     "KVP301": [at("0.34.0")],
     # Without a connector: test_hybrid_models_where_kvcached_has_no_adapter.
@@ -252,6 +255,9 @@ CASES = {
         "secondary_tiers is not a list of objects",
         *(chunks(**extra) for extra in OF_TIERS),
         multi("OffloadingConnector", kv_connector_extra_config=OF_TIERS[0]),
+        "connectors is not a list of objects",
+        of_connectors({"kv_connector": "OffloadingConnector"}),
+        of_connectors(["OffloadingConnector"]),
     ],
     "KVP391": [
         "the KV connector NixlConnector is configured",
@@ -283,6 +289,8 @@ CASES = {
         "the offloading spec MySpec is configured",
         spec("MySpec", "some.module"),
         multi("OffloadingConnector", kv_connector_extra_config={"spec_name": "MySpec"}),
+        "the offloading spec HostOffloadingSpec is configured",
+        spec("HostOffloadingSpec", "mine"),
     ],
     "KVP304": [
         chunks(canonical_layout=True),
@@ -361,10 +369,29 @@ CASES = {
         )
     ],
     "KVP310": [
-        "a KV connector is configured with the KV cache dtype fp8",
+        f"{DTYPE} fp8",
         FP8 | ONE_RANK | at("0.20.2"),
         FP8 | ONE_RANK | {"model_config": None},
         FP8 | V2_OF_34,
+        f"{DTYPE} fp8 and --calculate-kv-scales",  # by the first requests
+        OF_FP8 | {"cache_config__calculate_kv_scales": True},
+        f"{DTYPE} fp8 in some of the layers",
+        OF_FP8 | {"cache_config__kv_cache_dtype_skip_layers": ["0"]},
+        f"{DTYPE} fp8 {FULL} (latent attention)",
+        OF_FP8 | LATENT,
+        f"{DTYPE} fp8 {FULL} (hybrid)",
+        OF_FP8 | HYBRID,
+        f"{DTYPE} fp8 {FULL} (sliding window)",
+        OF_FP8 | WINDOWS,
+        # As vLLM's Attention.__init__ decides, in the worker; it was admitted as ``auto``.
+        f"{DTYPE} fp8, by the checkpoint's kv_cache_scheme, {FULL} (sliding window)",
+        *(SCHEME | WINDOWS | ONE_RANK | at(release) for release in ("0.22.1", "0.26.0")),
+        f"{DTYPE} fp8_ds_mla",
+        V2_OF_32 | {"cache_config__cache_dtype": "fp8_ds_mla"},
+        f"{DTYPE} fp8_per_token_head",
+        V2_OF_32 | {"cache_config__cache_dtype": "fp8_per_token_head"},
+        f"{DTYPE} nvfp4",
+        V2_OF_32 | {"cache_config__cache_dtype": "nvfp4"},
     ],
     "KVP311": [
         "a KV connector is configured for JambaForCausalLM",
@@ -406,6 +433,9 @@ CASES = {
         "the CPU tier takes 64.0 GiB and /dev/shm has 2.0 GiB free",
         tier(64, shm=2),
         tier(64, shm=2, container=None),
+        # As large as a /dev/shm that has some files.
+        "the CPU tier takes 68719476736 bytes and /dev/shm has 68719472640 bytes free",
+        tier(64) | {"machine__memory": ROOMY._replace(shm=64 * GIB - 4096)},
     ],
     "KVP337": [
         "the CPU tier takes 64.0 GiB and the memory limit of this container has 30.0 GiB left",
@@ -493,6 +523,8 @@ CASES = {
         *(SLEEP | one for one in (*CONNECTORS, simple(lazy_offload=True))),
         SLEEP | {"model_config__enable_cumem_allocator": True},
         *(SLEEP | at(release) for release in ("0.16.0", "0.32.0")),
+        "a KV connector is configured with the cumem allocator",
+        {"model_config__enable_cumem_allocator": True},
     ],
     "KVP376": [
         "KV cache events and a pooling model are configured together",
@@ -500,16 +532,22 @@ CASES = {
         POOLING | V2_OF_30 | simple() | EVENTS,
     ],
 }
-EACH = [
-    pytest.param(code, changes, id=f"{code}-{number}")
-    for code, case in CASES.items()
-    for number, changes in enumerate(one for one in case if isinstance(one, dict))
-]
 
 
 def the_rule(code):
     (found,) = (rule for rule in RULES if rule.code == code)
     return found
+
+
+def each_case():
+    """Every configuration of ``CASES``, with the code and what the sentence says of it."""
+    for code, case in CASES.items():
+        what = the_rule(code).what
+        for number, one in enumerate(case):
+            if isinstance(one, str):
+                what = one
+            else:
+                yield pytest.param(code, what, one, id=f"{code}-{number}")
 
 
 @cache
@@ -519,11 +557,12 @@ def documented():
     return {row[0].strip("|` "): (row[2], row[4].removesuffix(" |")) for row in rows}
 
 
-def sentence_of(code, vllm=""):
+def sentence_of(code, vllm="", what=None):
     """The sentence of a rule on a release, which it names; what can be verified ends with how."""
     why, remedy = documented()[code]
     verify = VERIFY_IT if code in VERIFIABLE else ""
-    what = CASES[code][0] if callable(the_rule(code).what) else the_rule(code).what
+    if what is None:
+        what = CASES[code][0] if callable(the_rule(code).what) else the_rule(code).what
     said = f"{what}, because {why}; {remedy}, or set KVPATCH=0{verify}. [{code}]"
     return f"kvpatch refuses to start vLLM: {said}".replace("this release", f"vLLM {vllm}")
 
@@ -549,11 +588,11 @@ def test_every_rule_has_its_case():
     assert sorted(CASES) == sorted(rule.code for rule in RULES)
 
 
-@pytest.mark.parametrize(("code", "changes"), EACH)
-def test_the_rule_refuses_with_its_sentence(code, changes):
+@pytest.mark.parametrize(("code", "what", "changes"), list(each_case()))
+def test_the_rule_refuses_with_its_sentence(code, what, changes):
     made = config(**changes)
     said = str(check(made))
-    assert said == sentence_of(code, facts(**made.machine).vllm.public)
+    assert said == sentence_of(code, facts(**made.machine).vllm.public, what)
     variables = made.machine.get("environment")
     assert not variables or any(name in said for name in variables)
     broken = [rule for rule in RULES if rule.refusal(made, facts(**made.machine))]
@@ -611,6 +650,7 @@ def test_the_rule_refuses_with_its_sentence(code, changes):
         {"model_config": None},
         SCHEME | LATENT | ONE_RANK | V2_OF_32,  # which does not read the scheme
         {"quant_config": SimpleNamespace(kv_cache_scheme=None)},
+        *(SCHEME | at(one) | BFLOAT16 for one in ("0.22.1", "0.26.0")),  # as the sentence says
         {"quant_config": None},
         # Tiers that fit.
         tier(64),
@@ -745,23 +785,6 @@ def test_model_runner_v2_before_kvcacheds_adapter():
     assert str(check(older, facts("0.21.0", environment=on))) == sentence_of("KVP326")
 
 
-# fp8 by the checkpoint
-
-
-@pytest.mark.parametrize("release", ["0.22.1", "0.26.0"])
-def test_a_scheme_of_the_checkpoint_makes_auto_fp8(release):
-    """As vLLM's Attention.__init__ decides, in the worker; it was admitted as ``auto``."""
-    given = SCHEME | at(release)
-    refusal = check(config(**given, **WINDOWS, **ONE_RANK))
-    assert refusal.code == "KVP310"
-    assert refusal.what == (
-        "a KV connector is configured with the KV cache dtype fp8, by the checkpoint's "
-        "kv_cache_scheme, for a model that is not of full attention alone (sliding window)"
-    )
-    # What the sentence says to do.
-    assert code_of(**given, cache_config__cache_dtype="bfloat16") is None
-
-
 @pytest.mark.parametrize("release", ["0.27.1", "0.28.0", "0.32.0"])
 @pytest.mark.parametrize("dtype", ["auto", "fp8", "fp8_e4m3", "fp8_e5m2"])
 def test_fp8_starts_where_it_was_compared(release, dtype):
@@ -769,59 +792,6 @@ def test_fp8_starts_where_it_was_compared(release, dtype):
     given |= ONE_RANK | {"cache_config__cache_dtype": dtype}
     for connector in CONNECTORS:
         assert code_of(**given, **connector) is code_of(**given, **connector, **SCHEME) is None
-
-
-DTYPE = "a KV connector is configured with the KV cache dtype"
-OF_FP8 = FP8 | ONE_RANK | V2_OF_30
-FULL = f"{DTYPE} fp8 for a model that is not of full attention alone"
-
-
-@pytest.mark.parametrize(
-    ("changes", "code", "what"),
-    [
-        (OF_FP8 | LATENT, "KVP310", f"{FULL} (latent attention)"),
-        (OF_FP8 | HYBRID, "KVP310", f"{FULL} (hybrid)"),
-        (OF_FP8 | WINDOWS, "KVP310", f"{FULL} (sliding window)"),
-        # By the first requests.
-        (
-            OF_FP8 | {"cache_config__calculate_kv_scales": True},
-            "KVP310",
-            f"{DTYPE} fp8 and --calculate-kv-scales",
-        ),
-        (
-            OF_FP8 | {"cache_config__kv_cache_dtype_skip_layers": ["0"]},
-            "KVP310",
-            f"{DTYPE} fp8 in some of the layers",
-        ),
-        *(
-            (V2_OF_32 | {"cache_config__cache_dtype": dtype}, "KVP310", f"{DTYPE} {dtype}")
-            for dtype in ("fp8_ds_mla", "fp8_per_token_head", "nvfp4")
-        ),
-        *(
-            (of_connectors(given), "KVP365", "connectors is not a list of objects")
-            for given in ({"kv_connector": "OffloadingConnector"}, ["OffloadingConnector"])
-        ),
-        (
-            spec("HostOffloadingSpec", "mine"),
-            "KVP303",
-            "the offloading spec HostOffloadingSpec is configured",
-        ),
-        (
-            {"model_config__enable_cumem_allocator": True},
-            "KVP341",
-            "a KV connector is configured with the cumem allocator",
-        ),
-        # A tier as large as a /dev/shm that has some files.
-        (
-            tier(64) | {"machine__memory": ROOMY._replace(shm=64 * GIB - 4096)},
-            "KVP336",
-            "the CPU tier takes 68719476736 bytes and /dev/shm has 68719472640 bytes free",
-        ),
-    ],
-)
-def test_what_a_refusal_names(changes, code, what):
-    refusal = check(config(**changes))
-    assert (refusal.code, refusal.what) == (code, what)
 
 
 def test_fp8_and_several_ranks_are_a_pair(monkeypatch):

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 from fakes import facts
 from test_rules import (
+    BFLOAT16,
     HYBRID,
     LATENT,
     NO_GROUPS,
@@ -64,7 +65,6 @@ SECOND_MINE = of_connectors(
     [inside(OFFLOADING), inside(SIMPLE) | {"kv_connector_module_path": "m"}]
 )
 NO_MODEL = {"model_config": None}
-BFLOAT16 = {"cache_config__cache_dtype": "bfloat16"}
 ON_XPU = {"machine__device": "xpu"}
 OF_22 = {"machine__vllm": "0.22.1"}
 OLD = {"machine__vllm": "0.19.1"} | WINDOWS
