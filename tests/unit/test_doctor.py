@@ -60,15 +60,12 @@ def says(found, level, *words):
 
 
 @pytest.fixture(autouse=True)
-def not_imported(monkeypatch):
-    """The doctor looks for kvcached on the path; another lane's test may have imported it."""
-    monkeypatch.delitem(sys.modules, "kvcached", raising=False)
-
-
-@pytest.fixture(autouse=True)
-def all_seen(monkeypatch):
-    """As on a machine without containers; the tests may run in one."""
+def plain_machine(monkeypatch):
+    """As on a machine without containers, on which all files are old; the tests may run in one."""
     monkeypatch.setattr(namespaces, "all_are_seen", lambda folder, uid: True)
+    monkeypatch.setattr(leftovers, "YOUNG", 0.0)
+    # Looked for on the path; another lane's test may have imported it.
+    monkeypatch.delitem(sys.modules, "kvcached", raising=False)
 
 
 @pytest.fixture
@@ -496,11 +493,6 @@ def kind(tmp_path):
     folder = tmp_path / "shm"
     folder.mkdir()
     return leftovers.Kind(folder, "vllm_offload_*.mmap", "vLLM's CPU tier")
-
-
-@pytest.fixture(autouse=True)
-def files_are_old(monkeypatch):
-    monkeypatch.setattr(leftovers, "YOUNG", 0.0)
 
 
 def dead_pid():
