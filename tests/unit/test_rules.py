@@ -125,7 +125,7 @@ def of_connectors(inside):
 
 
 def at(release):
-    """A release, on the runner of before, or on the one of ``use_v2_model_runner``."""
+    """A release of vLLM."""
     return {"machine__vllm": release}
 
 
