@@ -36,12 +36,6 @@ def test_the_disk_backend_of_the_simple_connector(start_server):
 TIERS = {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 1 << 28}
 
 
-def test_the_example_tier(start_server):
-    extra = TIERS | {"secondary_tiers": [{"type": "example"}]}
-    refused = start_server(connector=OFFLOAD | {"kv_connector_extra_config": extra})
-    assert refused.sentence == of_rule("KVP321", "the secondary tier example is configured")
-
-
 def test_prefix_caching_off(start_server):
     """With SimpleCPUOffloadConnector, which vLLM switches off then."""
     refused = start_server(

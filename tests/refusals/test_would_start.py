@@ -47,6 +47,7 @@ def test_it_says_what_the_start_says(examine, start_server):
     connector = offloading(TIERS | {"secondary_tiers": [{"type": "example"}]})
     said, code = examine("--kv-transfer-config", json.dumps(connector))
     refused = start_server(connector=connector)
+    assert refused.code == "KVP321"
     (problem,) = problems(said)
     assert (problem["what"].partition(" [")[0], problem["code"], code) == (
         refused.sentence,
