@@ -224,7 +224,7 @@ ELSEWHERE = {
         (
             "the folder of status pages could be used by others",
             "it is refused",
-            "test_a_folder_that_others_could_use_is_refused",
+            "test_a_folder_is_its_users_alone",
         ),
         (
             "a process cannot publish its status",

@@ -3,17 +3,21 @@
 import json
 
 from harness.engines.refused import REFUSES
+from kvpatch import patches, rules
 
 OFFLOAD = {"kv_connector": "OffloadingConnector"}
 
 
+def of_rule(code, what):
+    """The sentence of a rule, without its code, for what it names."""
+    every = rules.of(feature.rules for feature in patches.FEATURES)
+    (rule,) = [one for one in every if one.code == code]
+    return f"{REFUSES}{what}, because {rule.why}; {rule.remedy}, or set KVPATCH=0."
+
+
 def test_another_connector(start_server):
     refused = start_server(connector={"kv_connector": "ExampleConnector"})
-    assert refused.sentence == (
-        f"{REFUSES}the KV connector ExampleConnector is configured, because only vLLM's own "
-        "OffloadingConnector and SimpleCPUOffloadConnector are validated on kvcached's "
-        "memory; use one of these, or set KVPATCH=0."
-    )
+    assert refused.sentence == of_rule("KVP302", "the KV connector ExampleConnector is configured")
     assert "Traceback" not in refused.log
 
 
@@ -25,25 +29,11 @@ def test_the_disk_backend_of_the_simple_connector(start_server):
         connector={"kv_connector_extra_config": extra},
         VLLM_USE_SIMPLE_KV_OFFLOAD="1",
     )
-    assert refused.sentence == (
-        f"{REFUSES}the kv_offload_backend disk is configured, because it has not been "
-        "validated by a store and load round trip; remove kv_offload_backend from "
-        "kv_connector_extra_config, or set KVPATCH=0."
-    )
+    assert refused.sentence == of_rule("KVP315", "the kv_offload_backend disk is configured")
     assert "Traceback" not in refused.log
 
 
 TIERS = {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 1 << 28}
-
-
-def test_the_example_tier(start_server):
-    extra = TIERS | {"secondary_tiers": [{"type": "example"}]}
-    refused = start_server(connector=OFFLOAD | {"kv_connector_extra_config": extra})
-    assert refused.sentence == (
-        f"{REFUSES}the secondary tier example is configured, because vLLM's example keeps the "
-        "keys of blocks and not their bytes, so that a load returns whatever the CPU tier has in "
-        "that place; use the tier fs, or set KVPATCH=0."
-    )
 
 
 def test_prefix_caching_off(start_server):
@@ -52,11 +42,8 @@ def test_prefix_caching_off(start_server):
         *("--kv-offloading-size", "1", "--no-enable-prefix-caching"),
         VLLM_USE_SIMPLE_KV_OFFLOAD="1",
     )
-    assert refused.sentence == (
-        f"{REFUSES}SimpleCPUOffloadConnector is configured with the prefix cache disabled, because "
-        "vLLM switches it off then: it stores nothing, and says so in a warning only; remove "
-        "--no-enable-prefix-caching, or use OffloadingConnector, or set KVPATCH=0."
-    )
+    what = "SimpleCPUOffloadConnector is configured with the prefix cache disabled"
+    assert refused.sentence == of_rule("KVP392", what)
 
 
 def inside(*connectors):

@@ -8,8 +8,10 @@ from pathlib import Path
 import packaging
 import pytest
 import wrapt
+from fakes import distribution, write
 
 from kvpatch import claims
+from kvpatch.environ import STATUS_DIR
 from kvpatch.logs import log
 
 ROOT = Path(__file__).parents[2]
@@ -66,22 +68,11 @@ def shared_memory():
         yield
 
 
-def write(folder, files):
-    for name, text in files.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-
-
-def distribution(folder, name, version):
-    """Make ``name`` look installed in ``version``, without any files."""
-    write(
-        folder,
-        {
-            f"{name.replace('-', '_')}-{version}.dist-info/METADATA": "Metadata-Version: 2.1\n"
-            f"Name: {name}\nVersion: {version}\n"
-        },
-    )
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A folder of status pages of the test's own."""
+    monkeypatch.setenv(STATUS_DIR.name, str(tmp_path))
+    return tmp_path
 
 
 @pytest.fixture

@@ -36,13 +36,7 @@ def test_status_is_a_call_whether_its_module_was_imported_or_not(run, first):
     assert (done.code, done.out) == (0, "[]\n")
 
 
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("KVPATCH_STATUS_DIR", str(tmp_path))
-    return tmp_path
-
-
-def test_status_is_what_a_page_says(folder):
+def test_status_is_what_a_page_says(place):
     writer = status_page.Writer(os.getpid(), "0.1.0")
     described = {
         "roles": ["engine-core", "worker"],
@@ -60,7 +54,7 @@ def test_status_is_what_a_page_says(folder):
     assert process.engine["requests"] == {"running": 1, "waiting": 0}
 
 
-def test_status_of_a_process_that_is_unknown_is_not_elastic(folder):
+def test_status_of_a_process_that_is_unknown_is_not_elastic(place):
     other = subprocess.Popen(["sleep", "60"])
     try:
         (process,) = kvpatch.status(other.pid)
@@ -69,9 +63,3 @@ def test_status_of_a_process_that_is_unknown_is_not_elastic(folder):
         other.wait()
     assert (process.state, process.elastic, process.roles) == ("unknown", None, ())
     assert process.line.startswith(f"pid {other.pid} has no status page")
-
-
-def test_a_refusal_has_its_parts():
-    refusal = kvpatch.Refusal("a thing", "a reason", "do this", code="KVP101")
-    assert (refusal.what, refusal.why, refusal.remedy) == ("a thing", "a reason", "do this")
-    assert (refusal.code, refusal.basis.value) == ("KVP101", "setup")

@@ -3,8 +3,6 @@
 from enum import Enum
 from types import SimpleNamespace
 
-import pytest
-
 from kvpatch.patches import deadlock
 
 
@@ -70,16 +68,6 @@ def test_the_youngest_of_several_lets_go():
     assert scheduler.steps(1) == ["young", "old"]
 
 
-def test_a_request_whose_load_ended_unnoticed_lets_go_too():
-    loaded = request("loaded", 2, status=Status.WAITING_FOR_REMOTE_KVS)
-    scheduler = Scheduler(request("old", 1), loaded)
-    assert scheduler.steps(100) == []  # its load still runs, and ends by itself
-    scheduler.finished_recving_kv_req_ids.add("loaded")
-    assert scheduler.steps(deadlock.SEVERAL_WAIT) == ["loaded"]
-    assert loaded.status is Status.WAITING
-    assert scheduler.finished_recving_kv_req_ids == set()
-
-
 def test_one_alone_lets_go_soon_when_another_waits_before_it():
     first, loaded = request("first", 1, computed=0, status=Status.PREEMPTED), request("loaded", 2)
     assert Scheduler(first, loaded).steps(deadlock.SEVERAL_WAIT) == ["loaded"]
@@ -104,23 +92,6 @@ def test_by_priority_who_is_tried_first_may_wait_in_either_queue():
         scheduler.policy = SimpleNamespace(name="PRIORITY")
         scheduler.waiting, scheduler.skipped_waiting = map(Queue, queues)
         assert scheduler.steps(deadlock.SEVERAL_WAIT) == ["b"]
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"running": ["a request"]},
-        {"connector": None},
-        {"pause_state": SimpleNamespace(name="PAUSED_ALL")},
-        {"requests": {"fresh": request("fresh", 1, computed=0)}},
-        {"requests": {"session": request("session", 1, status=Status.WAITING_FOR_STREAMING_REQ)}},
-    ],
-    ids=["something runs", "no connector", "paused", "nobody holds anything", "a session"],
-)
-def test_nobody_lets_go(change):
-    scheduler = Scheduler(request("one", 1), request("other", 2))
-    vars(scheduler).update(change)
-    assert scheduler.steps(2 * deadlock.ONE_WAITS) == []
 
 
 def test_a_step_that_computes_begins_the_count_anew():

@@ -15,13 +15,6 @@ def test_of_three_the_youngest_lets_go():
     assert scheduler.steps(deadlock.SEVERAL_WAIT) == ["young"]
 
 
-def test_a_preempted_request_that_was_loaded_again_holds_blocks_too():
-    one = request("one", 1)
-    assert Scheduler(one, request("two", 2, status=Status.PREEMPTED)).steps(
-        deadlock.SEVERAL_WAIT
-    ) == ["two"]
-
-
 def test_a_session_that_waits_for_its_next_input_does_not_hold():
     session = request("session", 2, status=Status.WAITING_FOR_STREAMING_REQ)
     scheduler = Scheduler(request("one", 1), session)
@@ -94,12 +87,15 @@ def test_two_let_go_one_after_the_other():
     assert scheduler.steps(1) == ["three", "two"]
 
 
-def test_one_alone_in_no_queue_waits_long():
+def test_one_alone_in_no_queue_waits_long_and_two_are_several():
     """Its load has ended, but it is in a queue that this release does not have."""
     scheduler = Scheduler(request("one", 1))
     scheduler.waiting = Queue()
     assert scheduler.steps(deadlock.ONE_WAITS - 1) == []
     assert scheduler.steps(1) == ["one"]
+    scheduler = Scheduler(request("one", 1), request("two", 2))
+    scheduler.waiting = Queue()
+    assert scheduler.steps(deadlock.SEVERAL_WAIT) == ["two"]
 
 
 @pytest.mark.parametrize(
@@ -141,9 +137,3 @@ def test_a_running_request_does_not_let_go():
     one = Request(**vars(request("one", 1)))
     one.status = Running
     assert not deadlock.holds(one)
-
-
-def test_two_that_are_in_no_queue_are_several():
-    scheduler = Scheduler(request("one", 1), request("two", 2))
-    scheduler.waiting = Queue()
-    assert scheduler.steps(deadlock.SEVERAL_WAIT) == ["two"]

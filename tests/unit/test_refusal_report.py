@@ -3,11 +3,11 @@
 import pytest
 from fakes import raising
 
-from kvpatch import refusal_report
+from kvpatch import gate, refusal_report
 from kvpatch.environ import REFUSAL_FILE, STATUS_DIR
-from kvpatch.refusal import VERIFY_IT, Halted, Refusal, RefusedCall
-from kvpatch.supported import validated
+from kvpatch.refusal import Halted, Refusal, RefusedCall
 from kvpatch.telemetry import refusals
+from kvpatch.versions import Installed
 
 BROKEN = """
 import kvpatch, fake_patches, sys
@@ -119,17 +119,18 @@ import vllm
     assert sentence.startswith("kvpatch refuses to start vLLM: the feature bad cannot be applied")
 
 
-def test_a_vllm_that_is_not_validated_and_is_named_starts_with_a_warning(python, fakes):
+@pytest.fixture
+def newer(fakes):
+    """Make the fake vllm look installed in a version that nobody has seen."""
     old = fakes / "vllm-0.28.0.dist-info/METADATA"
     old.write_text(old.read_text().replace("0.28.0", "0.99.1"))
+
+
+def test_a_vllm_that_is_not_validated_and_is_named_starts_with_a_warning(python, newer):
     code = "import kvpatch, fake_patches, vllm.serving\nprint(vllm.serving.Server().serve('it'))"
-    assert python(code).err == (
-        "kvpatch refuses to start vLLM: vllm 0.99.1 is not a validated release, because it "
-        "has not passed the full engine test matrix; install vllm "
-        f"{validated()[-1]} or another release that `kvpatch matrix` shows, set "
-        "KVPATCH_ALLOW_VLLM=0.99.1 to try it all the same, or set "
-        f"KVPATCH=0{VERIFY_IT}. [KVP107]\n"
-    )
+    refused = gate.check_installed("vllm", [Installed.release("vllm", "0.99.1")], {})
+    assert python(code).err == f"{refused}\n"
+    assert refused.code == "KVP107"
     assert python(code, KVPATCH_ALLOW_VLLM="0.99.0").code == 1
     done = python(code, KVPATCH_ALLOW_VLLM="0.99.1")
     assert done.out == "patched it\n"
@@ -138,9 +139,7 @@ def test_a_vllm_that_is_not_validated_and_is_named_starts_with_a_warning(python,
     )
 
 
-def test_a_vllm_that_is_named_is_refused_when_a_target_moved(python, fakes):
-    old = fakes / "vllm-0.28.0.dist-info/METADATA"
-    old.write_text(old.read_text().replace("0.28.0", "0.99.1"))
+def test_a_vllm_that_is_named_is_refused_when_a_target_moved(python, fakes, newer):
     serving = fakes / "vllm/serving.py"
     serving.write_text(serving.read_text().replace("request", "job"))
     done = python("import kvpatch, fake_patches, vllm", KVPATCH_ALLOW_VLLM="0.99.1")
@@ -198,14 +197,17 @@ def test_the_first_sentence_is_said_after_the_error_it_caused(end, method):
     assert sentence == SENTENCE
 
 
-def test_nothing_is_added_to_errors_without_a_refusal(end):
-    done = end(False, "raise RuntimeError('Engine core initialization failed')")
-    assert done.last_line == "RuntimeError: Engine core initialization failed"
-
-
-def test_a_program_that_goes_on_leaves_nothing_behind(end):
-    done = end(True, "print('went on')")
-    assert (done.code, done.out, done.err) == (0, "went on\n", "")
+@pytest.mark.parametrize(
+    ("refuses", "ends", "code", "out", "last"),
+    [
+        # Nothing is added to errors without a refusal.
+        (False, "raise RuntimeError('It failed')", 1, "", "RuntimeError: It failed"),
+        (True, "print('went on')", 0, "went on\n", ""),
+    ],
+)
+def test_nothing_is_left_behind(end, refuses, ends, code, out, last):
+    done = end(refuses, ends)
+    assert (done.code, done.out, done.last_line) == (code, out, last)
 
 
 def test_the_first_process_says_its_own_sentence_once(end):

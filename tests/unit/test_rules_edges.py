@@ -3,30 +3,35 @@
 from types import SimpleNamespace
 
 import pytest
+from fakes import facts
 from test_rules import (
+    BFLOAT16,
     HYBRID,
     LATENT,
     NO_GROUPS,
+    ON_HOST,
     ONE_RANK,
-    RULES,
     SCHEME,
     SYNC_LOADS,
+    TWO_RANKS,
     V2_OF_30,
     V2_OF_32,
     WINDOWS,
+    breaks,
     check,
+    code_of,
     config,
     extra_of,
-    facts,
     multi,
     of_connectors,
+    rule,
     simple,
     spec,
+    the_rule,
     tiers,
 )
 
 from kvpatch import admitted, rules
-from kvpatch.environ import HOST_DEVICE
 from kvpatch.patches.kvcached_adapters.rules import runs_v2
 from kvpatch.patches.offloading.connector_rules import has_tiers
 from kvpatch.patches.offloading.model_rules import EXPERTS
@@ -37,11 +42,6 @@ from kvpatch.rules import Rule
 OFFLOADING, SIMPLE = "OffloadingConnector", "SimpleCPUOffloadConnector"
 
 
-def code(**changes):
-    refused = check(config(**changes))
-    return None if refused is None else refused.code
-
-
 def inside(name, **extra):
     """A connector in a MultiConnector."""
     return {"kv_connector": name, "kv_connector_extra_config": extra}
@@ -50,11 +50,6 @@ def inside(name, **extra):
 def together(offloading, simple):
     """Both connectors in a MultiConnector, with an extra config each."""
     return of_connectors([inside(OFFLOADING, **offloading), inside(SIMPLE, **simple)])
-
-
-def the_rule(code):
-    (found,) = (rule for rule in RULES if rule.code == code)
-    return found
 
 
 def scheduler(given):
@@ -70,7 +65,6 @@ SECOND_MINE = of_connectors(
     [inside(OFFLOADING), inside(SIMPLE) | {"kv_connector_module_path": "m"}]
 )
 NO_MODEL = {"model_config": None}
-BFLOAT16 = {"cache_config__cache_dtype": "bfloat16"}
 ON_XPU = {"machine__device": "xpu"}
 OF_22 = {"machine__vllm": "0.22.1"}
 OLD = {"machine__vllm": "0.19.1"} | WINDOWS
@@ -135,17 +129,7 @@ EDGES = [
 
 @pytest.mark.parametrize(("changes", "refused"), EDGES)
 def test_edges(changes, refused):
-    assert code(**changes) == refused
-
-
-@pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("executor", [None, "uni", "mp"])
-def test_what_is_validated_passes(dtype, executor):
-    changes = {
-        "cache_config__cache_dtype": dtype,
-        "parallel_config__distributed_executor_backend": executor,
-    }
-    assert code(**changes) is None
+    assert code_of(**changes) == refused
 
 
 BLOCKS, DISK, LAZY = {"num_cpu_blocks": 100}, {"kv_offload_backend": "disk"}, {"lazy_offload": True}
@@ -171,8 +155,8 @@ BLOCKS, DISK, LAZY = {"num_cpu_blocks": 100}, {"kv_offload_backend": "disk"}, {"
 )
 def test_each_of_two_of_a_kind_counts(code, release, extra, refused):
     """vLLM would run them, if no other rule refused two."""
-    made = config(**of_connectors([inside(SIMPLE, **one) for one in extra]), **WINDOWS)
-    assert (the_rule(code).refusal(made, facts(vllm=release)) is not None) is refused
+    connectors = of_connectors([inside(SIMPLE, **one) for one in extra])
+    assert breaks(code, connectors | WINDOWS | {"machine__vllm": release}) is refused
 
 
 @pytest.mark.parametrize(
@@ -183,8 +167,7 @@ def test_loads_within_a_step_are_those_of_one_connector_in_any_place(extra, refu
     changes = together(*extra)
     if turned:
         extra_of(changes)["connectors"].reverse()
-    found = the_rule("KVP351").refusal(config(**changes), facts(vllm="0.33.0"))
-    assert (found is not None) is refused
+    assert breaks("KVP351", changes | {"machine__vllm": "0.33.0"}) is refused
 
 
 def test_the_tiers_of_either_connector_count():
@@ -218,33 +201,24 @@ def test_up_to_0_21_a_variable_alone_decides_on_the_runner(value, runs):
 def test_hybrid_models_are_where_kvcached_has_them_or_they_ran(
     monkeypatch, release, v2, refused, contiguous
 ):
-    made = config(connector=False, use_v2_model_runner=v2, machine__vllm=release, **HYBRID)
-    here = facts(vllm=release, contiguous=contiguous)
-    rule = the_rule("KVP313")
+    made = {"machine__vllm": release, "machine__contiguous": contiguous, "use_v2_model_runner": v2}
+    made["kv_transfer_config"] = None
     monkeypatch.setattr(admitted, "table", dict)
-    assert (rule.refusal(made, here) is not None) is refused
+    assert breaks("KVP313", made | HYBRID) is refused
+    assert not breaks("KVP313", made) and not breaks("KVP313", made | NO_MODEL)
     for runner in ("V1", "V2"):
         for layout in ("contiguous", "non-contiguous"):
             ran = [admitted.name_of(runner, layout, "Offloading", "hybrid")]
             monkeypatch.setattr(admitted, "table", lambda ran=ran: {"none": {release: ran}})
             same = (runner == "V2") is v2 and (layout == "contiguous") is contiguous
-            assert (rule.refusal(made, here) is not None) is (refused and not same)
-    made.model_config.is_hybrid = False
-    assert rule.refusal(made, facts(vllm=release)) is None
-    made.model_config = None
-    assert rule.refusal(made, facts(vllm=release)) is None
+            assert breaks("KVP313", made | HYBRID) is (refused and not same)
 
 
 def test_hybrid_models_where_a_configuration_does_not_name_the_runner():
     """Up to 0.21 it has no such attribute."""
     made = config(connector=False, machine__vllm="0.21.0", **HYBRID)
     del made.use_v2_model_runner
-    rule = the_rule("KVP313")
-    assert rule.refusal(made, facts(vllm="0.21.0")) is None
-
-
-def rule(applies=True, **fields):
-    return Rule("KVP302", "k", lambda made, here: applies, "what", "why", "remedy", **fields)
+    assert the_rule("KVP313").refusal(made, facts(vllm="0.21.0")) is None
 
 
 def test_before_0_22_a_scheme_is_not_what_auto_means():
@@ -291,84 +265,61 @@ def test_references_to_rules_may_be_left_out():
 
 
 @pytest.mark.parametrize(
-    ("more", "refused"),
+    ("size", "more", "refused"),
     [
-        ({"cache_config__kv_cache_memory_bytes": 256 << 20}, False),  # as much as it has
-        ({"cache_config__kv_cache_memory_bytes": (256 << 20) + 1}, True),
-        ({"cache_config__kv_cache_memory_bytes": None}, False),  # vLLM decides later
-        (
-            {
-                "cache_config__kv_cache_memory_bytes": 1 << 30,
-                "cache_config__num_gpu_blocks_override": 100,  # which count
-            },
-            False,
-        ),
-        ({"cache_config__kv_cache_memory_bytes": 1 << 30, "machine__device": "cuda"}, False),
-        ({"cache_config__kv_cache_memory_bytes": 1 << 30, "machine__environment": {}}, False),
+        (256 << 20, {}, False),  # as much as it has
+        ((256 << 20) + 1, {}, True),
+        (None, {}, False),  # vLLM decides later
+        (1 << 30, {"cache_config__num_gpu_blocks_override": 100}, False),  # which count
+        (1 << 30, {"machine__device": "cuda"}, False),
+        (1 << 30, {"machine__environment": {}}, False),
     ],
 )
 @pytest.mark.parametrize("connector", [True, False])
-def test_a_kv_cache_larger_than_the_host_device(more, refused, connector):
-    here = {"machine__device": "cpu", "machine__environment": {HOST_DEVICE.name: "256MiB"}}
-    assert code(connector=connector, **here | more) == ("KVP505" if refused else None)
+def test_a_kv_cache_larger_than_the_host_device(size, more, refused, connector):
+    made = ON_HOST | {"cache_config__kv_cache_memory_bytes": size} | more
+    assert code_of(connector=connector, **made) == ("KVP505" if refused else None)
 
 
-@pytest.mark.parametrize("connector", [True, False])
-def test_ranks_on_several_machines(connector):
-    assert code(connector=connector, parallel_config__nnodes_within_dp=2) == "KVP378"
-    # Engines of data parallelism, of which each is on one.
+def test_engines_of_which_each_is_on_one_machine_start():
     one_each = {"parallel_config__nnodes": 2, "parallel_config__nnodes_within_dp": 1}
-    assert code(connector=connector, **one_each) is None
+    for connector in (True, False):
+        assert code_of(connector=connector, **one_each) is None
 
 
 def test_experts_of_one_rank_are_all_of_them():
-    experts = {"parallel_config__enable_expert_parallel": True}
-    ranks = {"parallel_config__world_size": 2, "parallel_config__tensor_parallel_size": 2}
-    assert code(**experts) is None
-    assert code(**experts | ranks) == "KVP389"
-    assert code(connector=False, **experts | ranks) is None
+    assert code_of(parallel_config__enable_expert_parallel=True) is None
 
 
 @pytest.mark.parametrize(("apart", "name"), EXPERTS.items())
 def test_experts_over_ranks_start_where_they_ran(monkeypatch, apart, name):
-    made = {
-        "model_config__is_moe": True,
-        "parallel_config__enable_expert_parallel": apart,
-        "parallel_config__world_size": 2,
-        "parallel_config__tensor_parallel_size": 2,
-        "machine__vllm": "0.33.0",
-    }
+    experts = {"model_config__is_moe": True, "parallel_config__enable_expert_parallel": apart}
+    made = TWO_RANKS | experts | {"machine__vllm": "0.33.0"}
     monkeypatch.setattr(admitted, "table", dict)
-    assert code(**made) == "KVP389"
+    assert code_of(**made) == "KVP389"
     monkeypatch.setattr(admitted, "table", lambda: {name: {"0.33.0": ["Offloading"]}})
-    assert code(**made) is None
-    assert code(**made | {"parallel_config__enable_expert_parallel": not apart}) == "KVP389"
-    assert code(**made | {"machine__vllm": "0.32.0"}) == "KVP389"
+    assert code_of(**made) is None
+    assert code_of(**made | {"parallel_config__enable_expert_parallel": not apart}) == "KVP389"
+    assert code_of(**made | {"machine__vllm": "0.32.0"}) == "KVP389"
     if not apart:  # a config.json may name experts that no layer has
         dense = SimpleNamespace(first_k_dense_replace=4, num_hidden_layers=4)
         dense_layers = {"machine__vllm": "0.32.0", "model_config__hf_text_config": dense}
-        assert code(**made | dense_layers) != "KVP389"
-
-
-def _breaks(made, code):
-    found = rules.refusals(made, facts(**made.machine), RULES)
-    return code in {one.code for one in found}
+        assert code_of(**made | dense_layers) != "KVP389"
 
 
 @pytest.mark.parametrize("path", NEVER_SET)
 def test_a_field_that_no_engine_ran_with(path):
     section, _, name = path.partition(".")
     method = {"method": "eagle"} if section == "speculative_config" else {}
-    made = config(machine__vllm="0.33.0")
-    owner = getattr(made, section, None) or SimpleNamespace(**method)
-    setattr(made, section, owner)
-    assert _breaks(made, "KVP390") is False
+    owner = getattr(config(), section, None) or SimpleNamespace(**method)
+    made = {"machine__vllm": "0.33.0", section: owner}
+    assert not breaks("KVP390", made)
     setattr(owner, name, True)
-    assert _breaks(made, "KVP390") is True
+    assert breaks("KVP390", made)
 
 
 @pytest.mark.parametrize(
     ("role", "refused"), [("kv_both", False), ("kv_producer", True), ("kv_consumer", True)]
 )
 def test_a_connector_that_only_stores_or_loads(role, refused):
-    assert code(kv_transfer_config__kv_role=role) == ("KVP390" if refused else None)
+    assert code_of(kv_transfer_config__kv_role=role) == ("KVP390" if refused else None)

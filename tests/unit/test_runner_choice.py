@@ -8,13 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 import wrapt
-from fakes import module
+from fakes import facts, module
 from packaging.version import Version
 
 from kvpatch import patches, rules, supported
 from kvpatch.patches.kvcached_adapters import runner_choice
 from kvpatch.patches.kvcached_adapters.rules import RULES
-from kvpatch.versions import Facts, Installed
 
 RELEASES = [release for release in supported.RELEASES if Version(release) >= Version("0.16")]
 LINE = (
@@ -79,12 +78,7 @@ def apply(monkeypatch, release):
 
 
 def refused(made, release="0.26.0", environment=None):
-    facts = Facts(
-        Installed.release("vllm", release),
-        Installed.release("kvcached", "0.1.6"),
-        environment or {},
-    )
-    refusal = rules.check(made, facts, RULES)
+    refusal = rules.check(made, facts(release, environment=environment), RULES)
     return refusal.code if refusal else ""
 
 
@@ -127,11 +121,6 @@ def test_a_model_without_a_name_is_as_any_other(patched):
     assert runner_choice.v1_by_default(lambda: True, made, (), {}) is False
 
 
-def test_a_model_that_runs_on_v1_anyway_is_left_alone(patched, caplog):
-    assert Config("MixtralForCausalLM").use_v2_model_runner is False
-    assert not caplog.records
-
-
 def test_without_triton_vllm_chooses_v1_and_says_why(patched, gpu, caplog):
     gpu.HAS_TRITON = False
     made = Config("LlamaForCausalLM")
@@ -158,6 +147,7 @@ def test_v2_that_was_asked_for_or_is_needed_stays_and_is_refused(made, patched, 
     assert not caplog.records
 
 
-def test_v1_that_was_asked_for_is_not_announced(patched, caplog):
-    assert Config("LlamaForCausalLM", asked=False).use_v2_model_runner is False
+def test_v1_that_was_asked_for_or_is_vllms_is_not_announced(patched, caplog):
+    for made in (Config("LlamaForCausalLM", asked=False), Config("MixtralForCausalLM")):
+        assert made.use_v2_model_runner is False
     assert not caplog.records

@@ -7,10 +7,11 @@ from threading import enumerate as enumerate_threads
 from types import SimpleNamespace
 
 import pytest
+from fakes import transfer
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from kvpatch import state
-from kvpatch.environ import HOST_POOL, KVCACHED_CONTIGUOUS, STATUS_DIR
+from kvpatch.environ import HOST_POOL, KVCACHED_CONTIGUOUS
 from kvpatch.patch import Outcome
 from kvpatch.patches.fence.fence import Fence
 from kvpatch.patches.metrics import hooks, snapshot
@@ -21,9 +22,7 @@ from kvpatch.telemetry.prometheus import PREFIX, Classes, Metrics
 FACTS = ["0.1.0", "0.28.0+cpu", "0.1.6", "contiguous"]
 
 
-@pytest.fixture(autouse=True)
-def place(tmp_path, monkeypatch):
-    monkeypatch.setenv(STATUS_DIR.name, str(tmp_path))
+pytestmark = pytest.mark.usefixtures("place")
 
 
 class Server:
@@ -53,6 +52,14 @@ class Server:
     def value(self, name, **labels):
         return self.registry.get_sample_value(PREFIX + name, self.labels | labels)
 
+    def values(self, name, label, values, **labels):
+        """The series of a name, by the values of a label."""
+        return [self.value(name, **{label: one}, **labels) for one in values]
+
+    def hear(self, holds=(), sender=None, **changes):
+        """Observe a message of an engine that is described so."""
+        self.metrics.observe((sender or series.Sender()).message(described(**changes), holds), 0)
+
 
 def described(**changes):
     return {
@@ -77,12 +84,11 @@ def described(**changes):
 def test_what_is_counted_is_zero_from_the_start(monkeypatch):
     server = Server()
     connector = "OffloadingConnector"
-    for outcome in ("stored", "loaded"):
-        assert server.value("offload_bytes_total", connector=connector, outcome=outcome) == 0
-    for outcome in ("stored", "loaded", "dropped", "skipped"):
-        assert server.value("offload_operations_total", connector=connector, outcome=outcome) == 0
+    outcomes, of = ("stored", "loaded", "dropped", "skipped"), {"connector": connector}
+    assert server.values("offload_bytes_total", "outcome", outcomes[:2], **of) == [0] * 2
+    assert server.values("offload_operations_total", "outcome", outcomes, **of) == [0] * 4
     assert server.value("fence_released_pages_total") == 0
-    assert [server.value("fence_held_pages_total", rule=rule) for rule in series.RULES] == [0, 0]
+    assert server.values("fence_held_pages_total", "rule", series.RULES) == [0, 0]
     assert server.value("fence_hold_seconds_count") == 0
     every = {one.name for one in (*series.COUNTERS, *series.HISTOGRAMS)}
     of_disks = {"disk_bytes", "disk_errors"}
@@ -102,28 +108,23 @@ DISKS = [("OffloadingConnector", "fs")]
 def test_connectors_inside_a_multi_connector_have_series_of_their_own():
     names = ("OffloadingConnector", "SimpleCPUOffloadConnector")
     server = Server("MultiConnector", configured=series.Configured(names))
-    for name in names:
-        assert server.value("offload_bytes_total", connector=name, outcome="stored") == 0
+    every, stored = (*names, "MultiConnector"), {"outcome": "stored"}
+    assert server.values("offload_bytes_total", "connector", every, **stored) == [0, 0, None]
     parts = {
         name: {"bytes": {"stored": 8 * many}, "operations": {"dropped": many}}
         for many, name in enumerate(names, 1)
     }
-    server.metrics.observe(
-        series.Sender().message(described(connector="MultiConnector", parts=parts)), 0
-    )
-    for many, name in enumerate(names, 1):
-        assert server.value("offload_bytes_total", connector=name, outcome="stored") == 8 * many
-        dropped = server.value("offload_operations_total", connector=name, outcome="dropped")
-        assert dropped == many
-    whole = {"connector": "MultiConnector", "outcome": "stored"}
-    assert server.value("offload_bytes_total", **whole) is None
+    server.hear(connector="MultiConnector", parts=parts)
+    assert server.values("offload_bytes_total", "connector", every, **stored) == [8, 16, None]
+    dropped = server.values("offload_operations_total", "connector", names, outcome="dropped")
+    assert dropped == [1, 2]
 
 
 def test_refused_calls_are_counted_from_zero():
     server = Server("")
     calls = ("suspend", "resume", "limit", "collective_rpc")
-    assert [server.value("refused_calls_total", call=call) for call in calls] == [0] * 4
-    server.metrics.observe(series.Sender().message(described(refused={"limit": 2})), 0)
+    assert server.values("refused_calls_total", "call", calls) == [0] * 4
+    server.hear(refused={"limit": 2})
     assert server.value("refused_calls_total", call="limit") == 2
 
 
@@ -133,19 +134,18 @@ def test_what_was_given_back_is_counted_from_zero_where_an_engine_can_be_suspend
     sender, reasons = series.Sender(), ("suspend", "limit", "idle")
 
     def values(of=server):
-        spilled = [of.value("spilled_blocks_total", reason=reason) for reason in reasons]
         names = ("suspended_seconds_total", "restored_blocks_total")
-        return [*spilled, *(of.value(name) for name in names)]
+        return [*of.values("spilled_blocks_total", "reason", reasons), *map(of.value, names)]
 
     assert values() == [0] * 5
     for seconds, many in ((1.5, 1), (4.0, 2)):
         spilled = {"suspend": 3 * many, "limit": many, "idle": 0}
         suspended = {"seconds": seconds, "spilled": spilled, "restored": 2 * many}
         sender.more = partial(dict, suspended=suspended)
-        server.metrics.observe(sender.message(described()), 0)
+        server.hear(sender=sender)
     assert values() == [6, 2, 0, 4.0, 4]
     other = Server()
-    other.metrics.observe(series.Sender().message(described(suspended=None)), 0)
+    other.hear(suspended=None)
     assert values(other) == [None] * 5
 
 
@@ -156,38 +156,36 @@ def test_what_is_below_the_first_limit_is_lent_and_what_is_above_borrowed(first,
     """The limit is 16 pages of 8 bytes."""
     known = {} if first is None else {"first_limit_bytes": first * 8}
     server = Server()
-    server.metrics.observe(series.Sender().message(described(**known)), 0)
+    server.hear(**known)
     found = [server.value(f"device_{name}_bytes") for name in ("lent", "borrowed")]
     assert found == [lent, borrowed]
 
 
 def test_only_debug_mode_has_verified_blocks():
     server = Server()
-    server.metrics.observe(series.Sender().message(described(verified=None)), 0)
+    server.hear(verified=None)
     assert server.value("verified_blocks_total", outcome="loaded") is None
     checked = {"stored": 3, "loaded": 2, "unverified": 0}
-    server.metrics.observe(series.Sender().message(described(verified=checked)), 0)
-    found = [server.value("verified_blocks_total", outcome=one) for one in checked]
-    assert found == [3, 2, 0]
-
-
-def found_by_tier(server, name):
-    tiers = ("device", "cpu", "disk")
-    return [server.value(f"{name}_tokens_total", tier=tier) for tier in tiers]
+    server.hear(verified=checked)
+    assert server.values("verified_blocks_total", "outcome", checked) == [3, 2, 0]
 
 
 def test_what_one_tier_does_not_have_is_looked_up_in_the_next():
     server, sender = Server(disks=DISKS), series.Sender()
-    assert found_by_tier(server, "lookup") == found_by_tier(server, "hit") == [0, 0, 0]
+
+    def found():
+        tiers = ("device", "cpu", "disk")
+        return [server.values(f"{name}_tokens_total", "tier", tiers) for name in ("lookup", "hit")]
+
+    assert found() == [[0, 0, 0]] * 2
     assert server.value("lost_hit_tokens_total") == 0
     disks = [{"connector": "OffloadingConnector", "tier": "fs", "errors": {}, "bytes": {}}]
     queries = {"device": 100, "tier": 60}
     later = {"device": 40, "tier": 30, "disk": 10}
     for hits, lost in (({"device": 40, "tier": 20}, 0), (later, 7)):
-        now = described(hits=hits, queries=queries, lost_tokens=lost, disks=disks)
-        server.metrics.observe(sender.message(now), 0)
-    assert found_by_tier(server, "lookup") == [100, 60, 40]
-    assert found_by_tier(server, "hit") == [40, 20, 10]
+        now = {"hits": hits, "queries": queries, "lost_tokens": lost, "disks": disks}
+        server.hear(sender=sender, **now)
+    assert found() == [[100, 60, 40], [40, 20, 10]]
     assert server.value("lost_hit_tokens_total") == 7
 
 
@@ -203,9 +201,8 @@ def test_errors_of_a_disk_are_zero_from_the_start():
     server = Server(disks=DISKS * 2)  # of two tiers of one type
     of = {"connector": "OffloadingConnector", "tier": "fs"}
     kinds = ("store", "load", "damaged", "lookup", "late")
-    assert [server.value("disk_errors_total", error=kind, **of) for kind in kinds] == [0] * 5
-    moved = [server.value("disk_bytes_total", outcome=one, **of) for one in ("stored", "loaded")]
-    assert moved == [0, 0]
+    assert server.values("disk_errors_total", "error", kinds, **of) == [0] * 5
+    assert server.values("disk_bytes_total", "outcome", ("stored", "loaded"), **of) == [0, 0]
     assert Server().value("disk_errors_total", error="load", **of) is None
 
 
@@ -216,10 +213,10 @@ def test_two_disks_of_one_type_are_one_series():
         one | {"errors": {"load": number}, "bytes": {"stored": 8 * number, "loaded": 0}}
         for number in (1, 2)
     ]
-    server.metrics.observe(sender.message(described(disks=disks)), 0)
+    server.hear(sender=sender, disks=disks)
     assert server.value("disk_errors_total", error="load", **one) == 3
     disks[1]["errors"] = {"load": 5}
-    server.metrics.observe(sender.message(described(disks=disks)), 0)
+    server.hear(sender=sender, disks=disks)
     assert server.value("disk_errors_total", error="load", **one) == 6
     assert server.value("disk_bytes_total", outcome="stored", **one) == 24
 
@@ -230,60 +227,40 @@ def test_the_bytes_of_every_tier_add_up_to_its_size():
         {"connector": name, "tier": "cpu", "used_bytes": used, "total_bytes": 100}
         for name, used in (("OffloadingConnector", 30), ("SimpleCPUOffloadConnector", 0))
     ]
-    server.metrics.observe(series.Sender().message(described(tiers=tiers)), 0)
-    for one in tiers:
-        labels = {"connector": one["connector"], "tier": "cpu"}
-        assert server.value("tier_bytes", state="used", **labels) == one["used_bytes"]
-        assert server.value("tier_bytes", state="free", **labels) == 100 - one["used_bytes"]
+    server.hear(tiers=tiers)
+    for one, sizes in zip(tiers, ([30, 70], [0, 100]), strict=True):
+        of = {"connector": one["connector"], "tier": "cpu"}
+        assert server.values("tier_bytes", "state", ("used", "free"), **of) == sizes
 
 
 def test_an_engine_without_a_connector_has_no_series_of_one():
-    assert Server("").value("fence_released_pages_total") is None
+    server = Server("")
+    assert server.value("fence_released_pages_total") is None
     # Whether a tier would have found something is worth to know before there is one.
     lookups = {"lookup_tokens", "hit_tokens", "lost_hit_tokens"}
     assert set(series.at_start(series.Configured())) == lookups | {"refused_calls"}
-    assert Server("").value("lookup_tokens_total", tier="device") == 0
-    assert Server("").value("lookup_tokens_total", tier="cpu") is None
-    assert Server("").value("lost_hit_tokens_total") == 0
+    assert server.values("lookup_tokens_total", "tier", ("device", "cpu")) == [0, None]
+    assert server.value("lost_hit_tokens_total") == 0
 
 
-def test_a_label_has_one_value_and_one_meaning():
+def test_the_states_of_a_gauge_add_up(monkeypatch):
+    monkeypatch.setattr(series.time, "time", lambda: 1000.7)
     server = Server()
     names = dict(zip(series.INFO.labels, [*FACTS, "OffloadingConnector"], strict=True))
     assert server.value("info", **names) == 1
     assert server.value("feature", feature="fence", state="applied") == 1
-
-
-def test_the_states_of_a_gauge_add_up():
-    server = Server()
-    server.metrics.observe(series.Sender().message(described()), 0)
-    states = ("mapped", "reserved", "zero")
-    assert [server.value("device_bytes", state=one) for one in states] == [40, 16, 8]
+    server.hear()
+    assert server.values("device_bytes", "state", ("mapped", "reserved", "zero")) == [40, 16, 8]
     assert server.value("device_limit_bytes") == 128
     assert server.value("fence_held_bytes") == 8
-    assert [server.value("tier_blocks", state=one) for one in ("used", "free")] == [10, 90]
+    assert server.values("tier_blocks", "state", ("used", "free")) == [10, 90]
     assert server.value("elastic") == 1
-
-
-def test_the_last_step_is_a_time(monkeypatch):
-    monkeypatch.setattr(series.time, "time", lambda: 1000.7)
-    server = Server()
-    server.metrics.observe(series.Sender().message(described()), 0)
     assert server.value("last_step_timestamp_seconds") == 998
 
 
 def test_units_and_names_are_prometheus():
-    units = [
-        "bytes",
-        "seconds",
-        "blocks",
-        "pages",
-        "operations",
-        "errors",
-        "tokens",
-        "calls",
-        "requests",
-    ]
+    units = ["bytes", "seconds", "blocks", "pages", "operations", "errors", "tokens", "calls"]
+    units += ["requests"]
     for one in (*series.COUNTERS, *series.GAUGES, *series.HISTOGRAMS):
         assert one.name.rpartition("_")[2] in units or one.name in ("elastic", "suspended")
         assert not one.name.endswith("_total")  # which the client adds to counters
@@ -293,17 +270,12 @@ def test_units_and_names_are_prometheus():
 
 def test_holds_are_observed_in_the_histogram():
     server = Server()
-    server.metrics.observe(series.Sender().message(described(), [0.0005, 2.0]), 0)
+    server.metrics.observe({"at": 1.0, "counters": {}, "gauges": {}}, 0)  # before histograms
+    assert server.value("fence_hold_seconds_count") == 0
+    server.hear([0.0005, 2.0])
     assert server.value("fence_hold_seconds_count") == 2
     assert server.value("fence_hold_seconds_sum") == 2.0005
-    assert server.value("fence_hold_seconds_bucket", le="0.001") == 1
-    assert server.value("fence_hold_seconds_bucket", le="3.0") == 2
-
-
-def test_a_message_of_an_engine_before_histograms_is_recorded():
-    server = Server()
-    server.metrics.observe({"at": 1.0, "counters": {}, "gauges": {}}, 0)
-    assert server.value("fence_hold_seconds_count") == 0
+    assert server.values("fence_hold_seconds_bucket", "le", ("0.001", "3.0")) == [1, 2]
 
 
 def test_a_hold_lasts_from_the_step_that_held_to_the_step_that_released():
@@ -312,10 +284,7 @@ def test_a_hold_lasts_from_the_step_that_held_to_the_step_that_released():
         holds.look(held, now)
     assert holds.take() == [0.25, 0.5, 0.75]
     assert holds.take() == []
-
-
-def test_a_page_that_a_reset_gave_back_did_not_wait_for_the_next_request():
-    holds = series.Holds()
+    # A page that a reset gave back did not wait for the next request.
     holds.look({1}, 100.0)
     holds.look(set(), 3700.0)
     assert holds.take() == [1.0]
@@ -358,12 +327,12 @@ def test_the_holds_of_an_engine_reach_its_message(monkeypatch):
     assert message["histograms"] == {"fence_hold_seconds": [([], [0.5])]}
 
 
-def engines_page(number=0, **changes):
+def engines_page(number=0, engine=None, **changes):
     """Publish an engine that this process has started."""
     device = described()["device"] | changes
     content = {"beats": True, "server": {"pid": os.getpid(), "started": 1}}
     writer = page.Writer(PIDS[number], "0.1.0")
-    writer.write(content | {"engine": described(device=device, index=number)})
+    writer.write(content | {"engine": engine or described(device=device, index=number)})
     return writer
 
 
@@ -391,13 +360,9 @@ def starts(monkeypatch):
                 return kind(registry=fresh, **given)
 
             setattr(prom, f"_{name}_cls", made)
-        transfer = SimpleNamespace(
-            kv_connector="OffloadingConnector",
-            kv_connector_module_path=None,
-            kv_connector_extra_config=extra
-            or {"spec_name": "TieringOffloadingSpec", "secondary_tiers": [{"type": "fs"}]},
-        )
-        config = SimpleNamespace(kv_transfer_config=transfer)
+        tiers = {"spec_name": "TieringOffloadingSpec", "secondary_tiers": [{"type": "fs"}]}
+        connector = transfer("OffloadingConnector", **extra or tiers)
+        config = SimpleNamespace(kv_transfer_config=connector)
         labels = {number: ["llama", str(number)] for number in range(engines)}
         names = ["model_name", "engine"]
         hooks.around_prometheus(lambda *given: None, prom, (config, names, labels), {})
@@ -492,16 +457,13 @@ def test_pages_and_messages_go_on_when_the_clock_steps_back(starts, monkeypatch)
 
 
 def test_a_page_that_does_not_say_which_engine_it_is_of_is_that_of_the_only_one(starts):
-    content = {"beats": True, "server": {"pid": os.getpid(), "started": 1}}
-    page.Writer(PIDS[0], "0.1.0").write(content | {"engine": described()})
+    engines_page(engine=described())
     assert starts(1)[1]("device_limit_bytes") == 128
     assert starts(2)[1]("device_limit_bytes") is None
 
 
 def test_two_pages_of_one_number_are_nobodys(starts):
-    writer = page.Writer(PIDS[1], "0.1.0")
-    content = {"beats": True, "server": {"pid": os.getpid(), "started": 1}}
-    writer.write(content | {"engine": described(index=0)})
+    engines_page(1, described(index=0))
     engines_page(0)
     assert starts(2)[1]("device_limit_bytes") is None
 
@@ -514,8 +476,7 @@ def test_the_last_step_of_a_page_is_as_of_the_page(starts, monkeypatch):
 
 
 def test_a_page_that_cannot_be_shown_leaves_the_series_on(starts):
-    content = {"beats": True, "server": {"pid": os.getpid(), "started": 1}}
-    page.Writer(PIDS[0], "0.1.0").write(content | {"engine": {"index": 0}})
+    engines_page(engine={"index": 0})
     metrics, value = starts(1)
     follower.follow(metrics)
     assert metrics.fuse.off == ""

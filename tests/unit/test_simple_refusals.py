@@ -5,20 +5,18 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
-from fakes import module
+from fakes import module, namespace
 
 from kvpatch.patches.simple_offload import cpu_pool, registration
 from kvpatch.refusal import Refusal
 
 
 def test_a_cpu_pool_on_kvcacheds_memory():
-    elastic = SimpleNamespace(block_pool=SimpleNamespace(kv_cache_manager=object()))
-    with pytest.raises(Refusal) as refused:
-        cpu_pool.around_cpu_coordinator(lambda: elastic, None, (), {})
-    assert str(refused.value) == (
-        "kvpatch refuses to start vLLM: the connector's CPU blocks are in kvcached's pool, "
-        "because allocating and freeing CPU blocks would map and unmap pages of the GPU; report "
-        "this with the log above, or set KVPATCH=0. [KVP409]"
+    elastic = namespace(block_pool__kv_cache_manager=object())
+    assert refused(cpu_pool.around_cpu_coordinator, lambda: elastic, None, (), {}) == (
+        "the connector's CPU blocks are in kvcached's pool, because allocating and freeing CPU "
+        "blocks would map and unmap pages of the GPU; report this with the log above, or set "
+        "KVPATCH=0. [KVP409]"
     )
 
 
@@ -42,25 +40,29 @@ def plan_of(monkeypatch):
     """Let the scheduler plan for a number of CPU blocks."""
 
     def plan(blocks):
-        scheduler = SimpleNamespace(
-            _derive_cpu_config=lambda config, capacity: SimpleNamespace(num_blocks=blocks)
-        )
+        planned = SimpleNamespace(num_blocks=blocks)
+        scheduler = SimpleNamespace(_derive_cpu_config=lambda config, capacity: planned)
         name = "vllm.v1.simple_kv_offload.manager"
         module(monkeypatch, name, SimpleCPUOffloadScheduler=scheduler)
 
     return plan
 
 
+def refused(action, *given):
+    """The sentence that refuses a call of a wrapper."""
+    with pytest.raises(Refusal) as error:
+        action(*given)
+    return str(error.value).removeprefix("kvpatch refuses to start vLLM: ")
+
+
 def test_other_cpu_blocks_in_the_worker_than_in_the_scheduler(plan_of):
     plan_of(200)
     worker = SimpleNamespace(kv_cache_config=None, cpu_capacity_bytes=1)
     registration.check_tier(worker, 200)
-    with pytest.raises(Refusal) as refused:
-        registration.check_tier(worker, 100)
-    assert str(refused.value) == (
-        "kvpatch refuses to start vLLM: the CPU tier has 100 blocks in the worker and 200 in the "
-        "scheduler, because blocks would be copied past the end of the tier, or never; report "
-        "this with your command line, or set KVPATCH=0. [KVP411]"
+    assert refused(registration.check_tier, worker, 100) == (
+        "the CPU tier has 100 blocks in the worker and 200 in the scheduler, because blocks would "
+        "be copied past the end of the tier, or never; report this with your command line, or set "
+        "KVPATCH=0. [KVP411]"
     )
 
 
@@ -81,12 +83,9 @@ def test_other_memory_than_the_regions(plan_of, monkeypatch):
     def register_elsewhere(kv_caches):
         worker.gpu_kv_caches = {"a": SimpleNamespace(data_ptr=lambda: 0, shape=(8, 16))}
 
-    with pytest.raises(Refusal) as refused:
-        registration.around_register(register_elsewhere, worker, ({},), {})
-    assert str(refused.value) == (
-        "kvpatch refuses to start vLLM: the connector registered other memory than kvcached's "
-        "regions, because it would copy other blocks' bytes; report this with your command line, "
-        "or set KVPATCH=0. [KVP410]"
+    assert refused(registration.around_register, register_elsewhere, worker, ({},), {}) == (
+        "the connector registered other memory than kvcached's regions, because it would copy "
+        "other blocks' bytes; report this with your command line, or set KVPATCH=0. [KVP410]"
     )
 
 

@@ -25,29 +25,18 @@ class Derived(Count):
     """A class of its own: what is kept for ``Count`` is another object."""
 
 
-def test_nothing_is_there_before_it_was_attached():
-    host = SimpleNamespace()
-    assert state.find(host, Count) is None
-    assert vars(host) == {}  # asking leaves nothing behind
-
-
-def test_no_host_has_nothing():
-    assert state.find(None, Count) is None
-
-
 def test_what_was_attached_is_found_by_its_class():
     host = SimpleNamespace()
+    assert state.find(None, Count) is state.find(host, Count) is None
+    assert vars(host) == {}  # asking leaves nothing behind
     count = state.attach(host, Count(3))
     names = state.attach(host, Names(["a"]))
     assert state.find(host, Count) is count
     assert state.find(host, Names) is names
     assert state.find(host, Derived) is None
     assert list(vars(host)) == [state.ATTRIBUTE]
-
-
-def test_a_later_one_of_a_class_takes_the_place_of_the_earlier():
-    host = SimpleNamespace()
-    state.attach(host, Count(1))
+    # It travels with its host to another process.
+    assert state.find(pickle.loads(pickle.dumps(host)), Count) == Count(3)
     later = state.attach(host, Count(2))
     assert state.find(host, Count) is later
 
@@ -60,29 +49,18 @@ def test_of_makes_it_once():
     assert state.of(host, Count).number == 1
 
 
-def test_two_hosts_share_nothing_unless_one_object_is_attached_to_both():
-    one, other = SimpleNamespace(), SimpleNamespace()
-    state.of(one, Count).number = 5
-    assert state.of(other, Count).number == 0
-    shared = state.attach(other, state.of(one, Count))
-    assert state.find(one, Count) is state.find(other, Count) is shared
-
-
 class Host:
     """A class of vLLM's; ours is on its objects."""
 
 
-def test_an_object_of_a_class_is_kept_apart_from_the_others():
+def test_two_hosts_share_nothing_unless_one_object_is_attached_to_both():
     one, other = Host(), Host()
-    state.attach(one, Count(1))
+    state.of(one, Count).number = 5
     assert state.find(other, Count) is None
     assert state.ATTRIBUTE not in vars(Host)
-
-
-def test_it_travels_with_its_host_to_another_process():
-    host = SimpleNamespace()
-    state.attach(host, Count(7))
-    assert state.find(pickle.loads(pickle.dumps(host)), Count) == Count(7)
+    assert state.of(other, Count).number == 0
+    shared = state.attach(other, state.of(one, Count))
+    assert state.find(one, Count) is state.find(other, Count) is shared
 
 
 def test_nothing_of_ours_is_on_vllms_objects_by_any_other_name():

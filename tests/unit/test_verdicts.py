@@ -5,6 +5,7 @@ import os
 from types import SimpleNamespace
 
 import pytest
+from fakes import facts, raising
 
 from kvpatch import rules, verdicts
 from kvpatch.cli import matrix, status
@@ -18,7 +19,7 @@ from kvpatch.telemetry import status_page
 from kvpatch.telemetry.reader import Seen, State
 from kvpatch.upstream import combination
 from kvpatch.verdicts import Verified
-from kvpatch.versions import Facts, Installed
+from kvpatch.versions import Installed
 
 RAN = {
     "versions": {"vllm": "0.28.0", "kvcached": "0.1.6"},
@@ -48,6 +49,9 @@ def changed(part, name, value):
     return RAN | {part: {**RAN[part], name: value}}
 
 
+ANOTHER_SHAPE = changed("model", "shape", "deg")
+
+
 @pytest.fixture
 def settings(tmp_path):
     """The settings that name the verdicts of a test."""
@@ -71,6 +75,15 @@ def test_a_verdict_without_its_secrets_holds_for_what_has_them(tmp_path):
     assert verdicts.covering(other, ["KVP310"], known) is None
 
 
+def unused(settings, path, why):
+    """Check that a file is no verdict, and that doctor says why; return what to do about it."""
+    assert verdicts.every(settings) == []
+    (finding,) = verified.check(settings)
+    assert finding.level is Level.WARNING
+    assert finding.what == f"{path} is not used: {why}"
+    return finding.remedy
+
+
 @pytest.mark.fault(
     "a verdict is of an earlier kvpatch, which compared fewer settings",
     "it holds for nothing, and `kvpatch doctor` says so",
@@ -78,14 +91,8 @@ def test_a_verdict_without_its_secrets_holds_for_what_has_them(tmp_path):
 def test_a_verdict_of_an_earlier_kvpatch_holds_for_nothing_and_doctor_says_why(settings, tmp_path):
     path = verdicts.write(tmp_path, content())
     path.write_text(json.dumps({"format": 1, **content()}))
-    assert verdicts.every(settings) == []
-    (finding,) = verified.check(settings)
-    assert finding.level is Level.WARNING
-    assert finding.what == (
-        f"{path} is not used: an earlier kvpatch made it, and it lacks settings that decide which "
-        "code runs"
-    )
-    assert finding.remedy == "remove it, and verify its command again"
+    lacks = "an earlier kvpatch made it, and it lacks settings that decide which code runs"
+    assert unused(settings, path, lacks) == "remove it, and verify its command again"
 
 
 def kept(*words, **changes):
@@ -116,11 +123,10 @@ def without(part):
 def test_what_a_file_lacks_is_said_once_and_it_lifts_nothing(settings, tmp_path, caplog, text, why):
     path = tmp_path / "broken.json"
     path.write_text(text)
-    assert verdicts.every(settings) == verdicts.every(settings) == []
-    said = f"{path} is not used: {why}"
-    assert [one.getMessage() for one in caplog.records] == [f"kvpatch: the verdict {said}"]
-    (finding,) = verified.check(settings)
-    assert (finding.level, finding.what) == (Level.WARNING, said)
+    for _ in range(2):
+        unused(settings, path, why)
+    said = f"kvpatch: the verdict {path} is not used: {why}"
+    assert [one.getMessage() for one in caplog.records] == [said]
 
 
 def test_nested_text_is_no_verdict(tmp_path):
@@ -156,9 +162,7 @@ def test_a_file_that_others_can_write_is_nobodys_verdict(tmp_path, monkeypatch):
 
 def test_a_user_without_a_home_has_no_verdicts(monkeypatch):
     monkeypatch.delenv("XDG_DATA_HOME", raising=False)
-    monkeypatch.setattr(
-        verdicts.Path, "expanduser", lambda self: (_ for _ in ()).throw(RuntimeError)
-    )
+    monkeypatch.setattr(verdicts.Path, "expanduser", raising(RuntimeError))
     assert verdicts.every({}) == []
     assert verdicts.early({}) == frozenset()
     with pytest.raises(OSError, match="no home"):
@@ -166,11 +170,7 @@ def test_a_user_without_a_home_has_no_verdicts(monkeypatch):
 
 
 def test_a_folder_that_cannot_be_read_is_said(settings, tmp_path, monkeypatch, caplog):
-
-    def iterdir(folder):
-        raise PermissionError(13, "Permission denied", str(folder))
-
-    monkeypatch.setattr(verdicts.Path, "iterdir", iterdir)
+    monkeypatch.setattr(verdicts.Path, "iterdir", raising(PermissionError(13, "denied", "x")))
     assert verdicts.every(settings) == []
     assert f"the verdicts of {tmp_path} are not used" in caplog.text
 
@@ -181,10 +181,16 @@ def test_doctor_shows_no_control_characters_of_a_verdict(settings, tmp_path):
     assert finding.what.isprintable()
 
 
-def test_a_verdict_holds_for_its_combination(tmp_path):
+def test_a_verdict_holds_for_its_combination_and_what_was_lifted_in_its_run(tmp_path):
     known = written(tmp_path, content())
     assert verdicts.covering(json.loads(json.dumps(RAN)), ["KVP310"], known) == known[0]
     assert verdicts.covering(RAN, [], known) == known[0]
+    assert verdicts.covering(RAN, ["KVP310", "KVP309"], known) is None
+    (known,) = written(tmp_path, content(lifted=["KVP310", "KVP304", "KVP302"]))
+    assert known.lifted == {"KVP310"}  # what is incompatible is not lifted by any file
+    nameless = RAN | {"device": ""}  # which is no device
+    known = written(tmp_path, content(combination=nameless))
+    assert verdicts.covering(nameless, [], known) is None
 
 
 @pytest.mark.parametrize(
@@ -193,7 +199,7 @@ def test_a_verdict_holds_for_its_combination(tmp_path):
         changed("versions", "vllm", "0.28.1"),
         changed("versions", "kvcached", "0.1.7"),
         changed("code", "kvpatch", "abd"),
-        changed("model", "shape", "deg"),
+        ANOTHER_SHAPE,
         changed("flags", "cache_config.cache_dtype", "auto"),
         changed("flags", "parallel_config.tensor_parallel_size", 2),
         RAN | {"device": "cuda NVIDIA A100"},
@@ -202,21 +208,6 @@ def test_a_verdict_holds_for_its_combination(tmp_path):
 )
 def test_what_changed_asks_again(tmp_path, other):
     assert verdicts.covering(other, ["KVP310"], written(tmp_path, content())) is None
-
-
-def test_a_device_without_a_name_is_no_device(tmp_path):
-    nameless = RAN | {"device": ""}
-    known = written(tmp_path, content(combination=nameless))
-    assert verdicts.covering(nameless, [], known) is None
-
-
-def test_it_lifts_only_what_was_lifted_in_its_run(tmp_path):
-    assert verdicts.covering(RAN, ["KVP310", "KVP309"], written(tmp_path, content())) is None
-
-
-def test_what_is_incompatible_is_not_lifted_by_any_file(tmp_path):
-    (known,) = written(tmp_path, content(lifted=["KVP310", "KVP304", "KVP302"]))
-    assert known.lifted == {"KVP310"}
 
 
 def test_a_wrong_one_lifts_nothing_and_the_newest_counts(tmp_path):
@@ -238,10 +229,7 @@ def test_a_folder_that_the_operator_names_is_read_besides_the_users_own(tmp_path
 
 
 def test_before_the_configuration_is_known_the_versions_decide(settings, tmp_path, monkeypatch):
-    installed = {
-        "vllm": [Installed.release("vllm", "0.28.0")],
-        "kvcached": [Installed.release("kvcached", "0.1.6")],
-    }
+    installed = {name: [Installed.release(name, of)] for name, of in RAN["versions"].items()}
     monkeypatch.setattr(verdicts.versions, "installed", lambda package: installed[package])
     assert verdicts.early(settings) == frozenset()
     written(tmp_path, content())
@@ -256,14 +244,12 @@ def test_before_the_configuration_is_known_the_versions_decide(settings, tmp_pat
 
 def test_vllms_own_processes_inherit_a_verdict(monkeypatch):
     monkeypatch.setenv(VERIFIED.name, "")
-    verdicts.pass_on(Verified("2026-11-22", frozenset({"KVP310", "KVP107"})))
+    verdict = Verified("2026-11-22", frozenset({"KVP310", "KVP107"}))
+    verdicts.pass_on(verdict)
     assert os.environ[VERIFIED.name] == "2026-11-22:KVP107,KVP310"
-    for started, verdict in (
-        (False, None),
-        (True, Verified("2026-11-22", frozenset({"KVP310", "KVP107"}))),
-    ):
+    for started in (False, True):
         monkeypatch.setattr(verdicts, "started_by_multiprocessing", lambda found=started: found)
-        assert verdicts.inherited() == verdict
+        assert verdicts.inherited() == (verdict if started else None)
     verdicts.pass_on(None)
     assert verdicts.inherited() is None
     assert VERIFIED.name not in os.environ
@@ -325,12 +311,7 @@ def process(settings, monkeypatch):
     monkeypatch.setenv(VERIFIED.name, "")
 
     def decide(vllm="0.28.0", config=None, **more):
-        facts = Facts(
-            Installed.release("vllm", vllm),
-            Installed.release("kvcached", "0.1.6"),
-            settings | more,
-        )
-        lifting.decide(config or plain(), facts)
+        lifting.decide(config or plain(), facts(vllm, environment=settings | more))
         return record
 
     decide.refuses = lambda code: broken.append(Refusal("more", "b", "c", code=code))
@@ -342,13 +323,10 @@ def plain():
     return SimpleNamespace(kv_transfer_config=None, **parts)
 
 
-def test_without_a_verdict_nothing_is_lifted(process):
+def test_a_verdict_lifts_and_says_when_it_was_made(process, tmp_path):
     record = process()
     assert record.skipped == frozenset()
     assert "verified" not in record.line()
-
-
-def test_a_verdict_lifts_and_says_when_it_was_made(process, tmp_path):
     written(tmp_path, content())
     record = process()
     assert record.skipped == {"KVP310"}
@@ -369,24 +347,21 @@ def test_a_verdict_that_does_not_hold_says_in_what_it_is_another(process, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("known", "said"),
+    ("combination", "more", "said"),
     [
-        (content(combination=changed("versions", "torch", "2.13.0")), "torch is None and was 2.13"),
-        (
-            content(combination=changed("model", "shape", "deg")),
-            "the shape of the model is another",
-        ),
-        (content(combination=changed("code", "mine", "abd")), "the code of mine is another"),
-        (content(combination=RAN | {"device": "cpu"}), "the device is 'cuda NVIDIA H100' and was"),
-        (content(combination=changed("model", "architecture", "Gemma")), None),
-        (content("wrong", combination=changed("model", "shape", "deg")), None),
-        (content(combination=changed("model", "shape", "deg"), lifted=[]), None),
+        (changed("versions", "torch", "2.13.0"), {}, "torch is None and was 2.13"),
+        (ANOTHER_SHAPE, {}, "the shape of the model is another"),
+        (changed("code", "mine", "abd"), {}, "the code of mine is another"),
+        (RAN | {"device": "cpu"}, {}, "the device is 'cuda NVIDIA H100' and was"),
+        (changed("model", "architecture", "Gemma"), {}, None),
+        (ANOTHER_SHAPE, {"word": "wrong"}, None),
+        (ANOTHER_SHAPE, {"lifted": []}, None),
     ],
 )
 def test_what_is_another_is_said_of_a_right_one_on_such_a_model(
-    process, tmp_path, caplog, known, said
+    process, tmp_path, caplog, combination, more, said
 ):
-    written(tmp_path, known)
+    written(tmp_path, content(combination=combination, **more))
     assert process().skipped == frozenset()
     assert (said or "") in caplog.text
     assert ("does not hold here" in caplog.text) is bool(said)
@@ -402,20 +377,14 @@ def test_a_wrong_one_after_a_right_one_is_said(process, tmp_path, caplog):
 
 def test_the_next_engine_of_a_program_is_asked_for_again(process, tmp_path):
     written(tmp_path, content())
-    process()
-    process.refuses("KVP309")
-    assert process().skipped == frozenset()
-    assert VERIFIED.name not in os.environ
-
-
-def test_a_part_of_a_model_shares_the_decision(process, tmp_path):
-    """vLLM makes the configuration of its text model from that of a model that sees."""
-    written(tmp_path, content())
     config = plain()
     process(config=config)
     process.refuses("KVP309")
+    # vLLM makes the configuration of its text model from that of a model that sees.
     part = SimpleNamespace(**vars(config) | {"cache_config": SimpleNamespace()})
     assert process(config=part).skipped == {"KVP310"}
+    assert process().skipped == frozenset()
+    assert VERIFIED.name not in os.environ
 
 
 def test_a_programs_own_process_does_not_inherit_for_another_engine(process, tmp_path, monkeypatch):
@@ -429,17 +398,12 @@ def test_a_programs_own_process_does_not_inherit_for_another_engine(process, tmp
     assert process().skipped == frozenset()
 
 
-def test_a_release_that_is_verified_for_another_configuration_is_refused(process, tmp_path):
+def test_a_release_is_verified(process, tmp_path, monkeypatch):
     other = changed("versions", "vllm", "0.33.1")
     written(tmp_path, content(lifted=["KVP107", "KVP310"], combination=other))
     with pytest.raises(Refusal, match=r"vllm 0\.33\.1 is not a validated release"):
-        process("0.33.1")
-
-
-def test_a_release_is_verified(process, tmp_path, monkeypatch):
-    other = changed("versions", "vllm", "0.33.1")
+        process("0.33.1")  # for another configuration
     monkeypatch.setattr(combination, "of", lambda *_: other)
-    written(tmp_path, content(lifted=["KVP107", "KVP310"], combination=other))
     assert process("0.33.1").skipped == {"KVP107", "KVP310"}
     with pytest.raises(Refusal, match="KVP107"):  # its verdict was of a run that was allowed
         written(tmp_path, content(lifted=["KVP310"], combination=other))
@@ -525,10 +489,4 @@ def test_the_matrix_shows_verdicts_in_a_place_of_their_own(tmp_path, monkeypatch
     written(tmp_path, content())
     head, line = matrix.verified().strip().splitlines()
     assert head == "verified here"
-    assert line.split("  ") == [
-        "2026-11-22",
-        "right",
-        "vLLM 0.28.0",
-        "cuda NVIDIA H100",
-        "vllm serve m",
-    ]
+    assert line == "2026-11-22  right  vLLM 0.28.0  cuda NVIDIA H100  vllm serve m"
