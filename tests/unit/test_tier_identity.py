@@ -194,7 +194,7 @@ def mapper(root):
         assert (root_dir, spec, parallel_agnostic) == (str(root), "spec", False)
         return Mapper()
 
-    return fingerprint.around_file_mapper(make, None, (str(root), "spec"), {})
+    return fingerprint.around_file_mapper(make, None, (str(root),), {"spec": "spec"})
 
 
 @pytest.fixture
