@@ -285,15 +285,6 @@ def test_a_store_of_a_finished_request_can_still_be_planned(unfinished, finished
     assert one.manager.unmapped == ([] if held else [1])
 
 
-def test_pinned_blocks_wait_for_no_plan():
-    one = Engine(Manager((1, [1])))
-    one.scheduler.connector = SimpleNamespace(scheduler_manager=object())
-    one.install()
-    one.unfinished = True
-    hooks.release_now(one)
-    assert kvcached_api.manager_of(one).unmapped == [1]
-
-
 def test_a_release_makes_the_planner_forget_the_blocks_of_every_page():
     """A request with a sliding window keeps ids of blocks that left it, and stores them later."""
     blocks = {"a": [5, 11, 19, 20, 30], "b": [10, 39, 40], "c": []}
