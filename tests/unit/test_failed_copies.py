@@ -2,12 +2,11 @@
 
 import itertools
 import queue
-import sys
 import threading
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
-from fakes import raising
+from fakes import module, raising
 
 from kvpatch import patch, state
 from kvpatch.patches.debug.audit import Violation
@@ -201,12 +200,9 @@ def applied(monkeypatch):
     def apply(but=""):
         for row in ROWS:
             name, _, attribute = row.target.partition(":")[2].partition(".")
-            module = ModuleType(f"of_{name}")
-            setattr(module, name, CLASSES[name])
-            monkeypatch.setitem(sys.modules, module.__name__, module)
+            module(monkeypatch, f"of_{name}", **{name: CLASSES[name]})
             if row.id != but:
-                target = f"{module.__name__}:{name}.{attribute}"
-                made.append(patch.apply(row._replace(target=target)))
+                made.append(patch.apply(row._replace(target=f"of_{name}:{name}.{attribute}")))
 
     yield apply
     for one in reversed(made):

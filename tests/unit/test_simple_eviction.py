@@ -143,13 +143,13 @@ def test_two_blocks_of_one_content_are_stored_once():
 
 
 def test_kvcached_does_not_evict_in_the_call_that_frees():
-    lazy = planner(cached=4, cap=2)
-    caps = []
-    eviction.around_free(
-        lambda blocks: caps.append(lazy.pool.max_cached_blocks), lazy.pool, ([],), {}
-    )
-    assert caps == [-1]
-    assert lazy.pool.max_cached_blocks == 2
+    pool = planner(cached=4, cap=2).pool
+    freed = eviction.around_free(lambda *args: (pool.max_cached_blocks, *args), pool, (1,), {})
+    assert freed == (-1, 1)
+    assert pool.max_cached_blocks == 2
+    with pytest.raises(ZeroDivisionError):
+        eviction.around_free(lambda: 1 / 0, pool, (), {})
+    assert pool.max_cached_blocks == 2
 
 
 def match(lazy, tokens, hit=0):
