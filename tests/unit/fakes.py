@@ -20,6 +20,10 @@ def transfer(name, **extra):
     )
 
 
+class OffloadingConnector(SimpleNamespace):
+    """vLLM's, by its name; its scheduler side is ``connector_scheduler``."""
+
+
 def module(monkeypatch, name, **content):
     """Put a module in its place, in packages that are made where there are none."""
     made = ModuleType(name)

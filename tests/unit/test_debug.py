@@ -5,7 +5,7 @@ import pickle
 from types import SimpleNamespace
 
 import pytest
-from fakes import module
+from fakes import OffloadingConnector, module
 from packaging.version import Version
 
 from kvpatch import patches, state
@@ -553,8 +553,7 @@ class Engine:
 
     def __init__(self, release, planner):
         self.release = Version(release)
-        connector = type("OffloadingConnector", (), {"connector_scheduler": planner})
-        part = connector() if planner is not None else object()
+        part = object() if planner is None else OffloadingConnector(connector_scheduler=planner)
         self.manager = SimpleNamespace()
         self.scheduler = SimpleNamespace(
             connector=SimpleNamespace(_connectors=[object(), part]),

@@ -6,7 +6,7 @@ And the wait for the workers before pages are unmapped: its limit, and who must 
 from types import SimpleNamespace
 
 import pytest
-from fakes import known, module, planner
+from fakes import OffloadingConnector, known, module, planner
 
 from kvpatch import state
 from kvpatch.patches.fence import hooks
@@ -17,10 +17,6 @@ from kvpatch.upstream import kvcached_api
 
 def range_of(page):
     return page * 10, page * 10 + 10
-
-
-class OffloadingConnector(SimpleNamespace):
-    """vLLM's, by its name."""
 
 
 class Manager:

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-from fakes import known, planner, scheduler
+from fakes import OffloadingConnector, known, planner, scheduler
 
 from kvpatch import state
 from kvpatch.patches.fence import legacy
@@ -26,7 +26,7 @@ class Engine:
         self.fence = Fence(range_of, workers)
         self.planner = SimpleNamespace()
         manager = SimpleNamespace(capture_physical_release_marker=lambda: 1)
-        connector = type("OffloadingConnector", (), {"connector_scheduler": self.planner})()
+        connector = OffloadingConnector(connector_scheduler=self.planner)
         self.scheduler = SimpleNamespace(connector=connector)
         if fenced:
             state.attach(self.planner, Fenced(self.fence, manager, self.scheduler))
@@ -171,10 +171,6 @@ def test_the_newest_retirement_is_the_steps():
 
 
 # Up to 0.24
-
-
-class OffloadingConnector(SimpleNamespace):
-    """vLLM's, by its name."""
 
 
 @pytest.mark.parametrize("in_multi", [False, True], ids=["alone", "inside a MultiConnector"])

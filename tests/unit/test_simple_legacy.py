@@ -50,15 +50,6 @@ def test_the_walk_follows_links_from_the_oldest_block():
     assert planner(cached=2).walk() == [1, 2]
 
 
-def test_a_walk_begins_at_the_head_each_time():
-    lazy = planner(cached=8)
-    assert lazy.walk() == [1, 2, 3, 4]
-    assert lazy._cursor is None
-    lazy.copies_end()
-    lazy.pool.evict_blocks({1, 2, 3, 4})
-    assert lazy.walk() == [5, 6, 7, 8]
-
-
 def test_a_raised_target_ends_with_its_step():
     lazy = planner(cached=8)
     assert match(lazy, tokens=200, hit=112) == (None, False)

@@ -182,14 +182,6 @@ def test_a_walk_that_fails_ends_its_step():
     assert lazy._target_free == 4
 
 
-def test_blocks_go_back_to_the_head_only_if_they_are_evictable():
-    lazy = planner(cached=5)
-    lazy.pool.touch(2)
-    lazy.order.put_back([3, 2, 5])
-    assert list(lazy.pool._evictable_blocks) == [3, 5, 1, 4]
-    assert lazy.order.evictable.offered == {3, 5}
-
-
 def test_a_block_with_a_copy_was_offered_too():
     """Once: when the tier gives the copy up, the block waits until it is used again."""
     lazy = planner(cached=4)
