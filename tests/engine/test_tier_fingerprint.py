@@ -291,7 +291,7 @@ def test_values_of_libraries_are_plain_and_the_same_in_every_process():
 class Worker:
     """A worker of vLLM with two layers in one region, and its KV connector."""
 
-    def __init__(self, model=None, offset=0, dtype=torch.float16):
+    def __init__(self, offset=0, dtype=torch.float16):
         memory = torch.zeros(4, 64, dtype=dtype)
         half = 32
         caches = {"a": memory[:, :half], "b": memory[:, half:]}
@@ -304,7 +304,7 @@ class Worker:
             compilation_config=SimpleNamespace(static_forward_context=layers),
             kv_cache_config=SimpleNamespace(kv_cache_groups=[group]),
             vllm_config=configured(),
-            model=model or Model(),
+            model=Model(),
         )
         self.connector = SimpleNamespace(connector_worker=SimpleNamespace())
         row = memory.shape[1] * memory.element_size()
@@ -331,11 +331,6 @@ def test_a_worker_describes_all_of_it(monkeypatch):
     ]
     assert Worker(offset=1).describe(monkeypatch)["layers"] != described["layers"]
     assert Worker(dtype=torch.bfloat16).describe(monkeypatch)["layers"] != described["layers"]
-    other = Model()
-    with torch.no_grad():
-        other.norm += 1
-    assert Worker(model=other).describe(monkeypatch)["weights"] != described["weights"]
-    monkeypatch.setattr(vllm, "__version__", "0.99.1")
-    assert Worker().describe(monkeypatch)["vllm"] == "0.99.1"
-    monkeypatch.setattr(type(current_platform), "device_name", "another", raising=False)
-    assert Worker().describe(monkeypatch)["platform"] != described["platform"]
+    assert described["weights"] == sample(Model())
+    assert described["vllm"] == vllm.__version__
+    assert current_platform.device_name in described["platform"]
