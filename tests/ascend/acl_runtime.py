@@ -1,148 +1,107 @@
-"""The ACL runtime as tests call it."""
+"""The ACL runtime as tests call it: as the probe does, and with what is refused."""
 
 import ctypes
 import threading
-from collections.abc import Iterator
 from contextlib import contextmanager
-from ctypes import POINTER, Structure, byref, c_int, c_int32, c_size_t, c_uint8, c_uint32, c_uint64
+from ctypes import byref, c_int, c_size_t, c_uint64
 from ctypes import c_void_p as address_t
-from pathlib import Path
 
-PAGE = 2 << 20
+import pytest
+
+from kvpatch.ascend.probe import acl
+from kvpatch.ascend.probe.acl import PAGE, TO_DEVICE, TO_HOST, Direction, Place
+
 PARAMETER, NO_CONTEXT, NOT_SUPPORTED = 107000, 107002, 207000
 OUT_OF_MEMORY, BUSY, STREAM_FAILED = 207001, 507000, 507011
-TO_DEVICE, TO_HOST = 1, 2
 _HOST_CALL = ctypes.CFUNCTYPE(None, address_t)
 
 
-class Location(Structure):
-    _fields_ = (("id", c_uint32), ("type", c_int))
-
-
-class Properties(Structure):
+class Properties(acl.Properties):
     """Huge pages in HBM of device 0, unless changed."""
 
-    _fields_ = (
-        ("handleType", c_int),
-        ("allocationType", c_int),
-        ("memAttr", c_int),
-        ("location", Location),
-        ("reserve", c_uint64),
-    )
-
-    def __init__(self, attribute: int = 4, device: int = 0) -> None:
-        super().__init__(0, 0, attribute, Location(device, 1), 0)
+    def __init__(self, attribute=4, device=0):
+        super().__init__(0, 0, attribute, Place(device, 1), 0)
 
 
-class Direction(Structure):
-    _fields_ = (("to", Location), ("of", Location), ("reserved", c_uint8 * 16))
-
-
-class Refused(Exception):
+class Refused(acl.Refused):
     """A call returned an error."""
 
-    def __init__(self, call: str, status: int, why: str) -> None:
+    def __init__(self, call, status, why):
         super().__init__(f"{call}: {status}: {why}")
-        self.status, self.why = status, why
+        self.status = status
 
 
-class ACL:
-    """One runtime, by what each call makes."""
+def refused(status, why):
+    return pytest.raises(Refused, match=f"{status}: .*{why}")
 
-    def __init__(self, library: Path) -> None:
-        self.library = ctypes.CDLL(str(library))
-        self.library.aclGetRecentErrMsg.restype = ctypes.c_char_p
+
+class ACL(acl.ACL):
+    """One runtime on device 0, by what each call makes."""
+
+    def __init__(self, library):
+        self._kept = []
+        self._undo = []
+        super().__init__(library, device=0)
+        self.library = self._library
         self.library.kvpatch_acl_batches.restype = c_uint64
-        self._kept: list[object] = []
-        self._undo: list[tuple[str, int]] = []
 
-    def call(self, name: str, *arguments: object) -> int:
-        return int(getattr(self.library, name)(*arguments))
-
-    def ok(self, name: str, *arguments: object) -> None:
-        status = self.call(name, *arguments)
+    def do(self, name, *arguments):
+        status = self._status(name, *arguments)
         if status:
-            why = self.library.aclGetRecentErrMsg()
-            raise Refused(name, status, why.decode())
+            raise Refused(name, status, self._library.aclGetRecentErrMsg().decode())
 
-    def made(self, name: str, *arguments: object) -> int:
-        out = address_t()
-        self.ok(name, byref(out), *arguments)
-        assert out.value is not None
-        return out.value
-
-    def free(self) -> int:
+    def free(self):
         """Free MiB of the device."""
-        free, total = c_size_t(), c_size_t()
-        self.ok("aclrtGetMemInfo", 1, byref(free), byref(total))
-        return free.value >> 20
+        return super().free() >> 20
 
     # -- memory
 
-    def reserve(
-        self, size: int = 8 * PAGE, alignment: int = 0, wish: int | None = None, flags: int = 0
-    ) -> int:
-        arguments = c_size_t(size), c_size_t(alignment), address_t(wish), c_uint64(flags)
-        made = self.made("aclrtReserveMemAddress", *arguments)
-        self._undo.append(("aclrtReleaseMemAddress", made))
+    def _undone_by(self, name, made):
+        self._undo.append((name, made))
         return made
 
-    def release(self, address: int) -> None:
-        self.ok("aclrtReleaseMemAddress", address_t(address))
+    def reserve(self, size=8 * PAGE, alignment=0, wish=None, flags=0):
+        given = c_size_t(size), c_size_t(alignment), address_t(wish), c_uint64(flags)
+        made = self._made("aclrtReserveMemAddress", *given)
+        return self._undone_by("aclrtReleaseMemAddress", made)
 
-    def physical(self, size: int = PAGE, properties: Properties | None = None) -> int:
+    def physical(self, size=PAGE, properties=None):
         wanted = properties or Properties()
-        made = self.made("aclrtMallocPhysical", c_size_t(size), byref(wanted), c_uint64(0))
-        self._undo.append(("aclrtFreePhysical", made))
-        return made
+        made = self._made("aclrtMallocPhysical", c_size_t(size), byref(wanted), c_uint64(0))
+        return self._undone_by("aclrtFreePhysical", made)
 
-    def free_physical(self, handle: int) -> None:
-        self.ok("aclrtFreePhysical", address_t(handle))
+    def map(self, address, handle, size=PAGE, offset=0, flags=0):
+        given = c_size_t(size), c_size_t(offset), address_t(handle), c_uint64(flags)
+        self.do("aclrtMapMem", address_t(address), *given)
+        self._undone_by("aclrtUnmapMem", address)
 
-    def map(
-        self, address: int, handle: int, size: int = PAGE, offset: int = 0, flags: int = 0
-    ) -> None:
-        arguments = c_size_t(size), c_size_t(offset), address_t(handle), c_uint64(flags)
-        self.ok("aclrtMapMem", address_t(address), *arguments)
-        self._undo.append(("aclrtUnmapMem", address))
+    def malloc(self, size):
+        return self._undone_by("aclrtFree", self._made("aclrtMalloc", c_size_t(size), 0))
 
-    def unmap(self, address: int) -> None:
-        self.ok("aclrtUnmapMem", address_t(address))
-
-    def malloc(self, size: int) -> int:
-        made = self.made("aclrtMalloc", c_size_t(size), 0)
-        self._undo.append(("aclrtFree", made))
-        return made
-
-    def pinned(self, size: int) -> int:
-        return self.made("aclrtMallocHost", c_size_t(size))
+    # As a computation would.
+    write = staticmethod(acl.ACL.put)
+    read = staticmethod(acl.ACL.get)
 
     # -- streams
 
-    def stream(self) -> int:
-        return self.made("aclrtCreateStream")
+    def event(self):
+        return self._made("aclrtCreateEventWithFlag", 0)
 
-    def synchronize(self, stream: int) -> None:
-        self.ok("aclrtSynchronizeStream", address_t(stream))
+    def record(self, event, stream):
+        self.do("aclrtRecordEvent", address_t(event), address_t(stream))
 
-    def event(self) -> int:
-        return self.made("aclrtCreateEventWithFlag", 0)
-
-    def record(self, event: int, stream: int) -> None:
-        self.ok("aclrtRecordEvent", address_t(event), address_t(stream))
-
-    def reached(self, event: int) -> bool:
+    def reached(self, event):
         status = c_int()
-        self.ok("aclrtQueryEventStatus", address_t(event), byref(status))
+        self.do("aclrtQueryEventStatus", address_t(event), byref(status))
         return bool(status.value)
 
     @contextmanager
-    def held(self, stream: int) -> Iterator[None]:
+    def held(self, stream):
         """Hold what is put on a stream from now on."""
         go = threading.Event()
         hold = _HOST_CALL(lambda _: (go.wait(), None)[1])
         self._kept.append(hold)
-        self.ok("aclrtLaunchHostFunc", address_t(stream), hold, None)
+        self.do("aclrtLaunchHostFunc", address_t(stream), hold, None)
         try:
             yield
         finally:
@@ -150,57 +109,32 @@ class ACL:
 
     # -- copies
 
-    def copy(self, to: int, of: int, size: int, kind: int) -> None:
-        arguments = c_size_t(size), address_t(of), c_size_t(size), kind
-        self.ok("aclrtMemcpy", address_t(to), *arguments)
-
-    def copy_async(self, to: int, of: int, size: int, kind: int, stream: int) -> None:
-        arguments = c_size_t(size), address_t(of), c_size_t(size), kind, address_t(stream)
-        self.ok("aclrtMemcpyAsync", address_t(to), *arguments)
-
-    def batch(
-        self, copies: list[tuple[int, int, int]], stream: int, kinds: list[int] | int = TO_HOST
-    ) -> int | None:
-        """Copy (to, of, size) at once; return which one was refused.
+    def batch(self, copies, stream, kinds=(TO_HOST,)):
+        """Copy (to, of, size) at once; ``kinds`` are of the first copies, and those behind them.
 
         Raises:
-            Refused: with the index in ``refused``.
+            Refused: with the index of the copy that was refused as its last argument.
         """
-        count = len(copies)
-        each = kinds if isinstance(kinds, list) else [kinds]
-        directions = (Direction * max(1, len(each)))(
-            *(
-                Direction(Location(0, kind == TO_DEVICE), Location(0, kind == TO_HOST))
-                for kind in each
-            )
-        )
-        starts = (c_size_t * max(1, len(each)))(*range(len(each)))
-        to = (address_t * count)(*(one[0] for one in copies))
-        of = (address_t * count)(*(one[1] for one in copies))
-        sizes = (c_size_t * count)(*(one[2] for one in copies))
-        refused = c_size_t()
+        to, of, sizes = zip(*copies, strict=True)
+        addresses, counts = address_t * len(copies), c_size_t * len(copies)
+        directions = [
+            Direction(Place(0, kind == TO_DEVICE), Place(0, kind == TO_HOST)) for kind in kinds
+        ]
+        some = max(1, len(kinds))
+        index = c_size_t()
         try:
-            self.ok(
-                *("aclrtMemcpyBatchAsync", to, sizes, of, sizes, c_size_t(count)),
-                *(directions, starts, c_size_t(len(each)), byref(refused), address_t(stream)),
+            self.do(
+                *("aclrtMemcpyBatchAsync", addresses(*to), counts(*sizes)),
+                *(addresses(*of), counts(*sizes), c_size_t(len(copies))),
+                *((Direction * some)(*directions), (c_size_t * some)(*range(len(kinds)))),
+                *(c_size_t(len(kinds)), byref(index), address_t(stream)),
             )
         except Refused as error:
-            error.args = (*error.args, refused.value)
+            error.args = (*error.args, index.value)
             raise
-        return None
 
-    def write(self, address: int, text: bytes) -> None:
-        """Write to device memory, as a computation would."""
-        ctypes.memmove(address, text, len(text))
-
-    def read(self, address: int, size: int) -> bytes:
-        return ctypes.string_at(address, size)
-
-    def tidy(self) -> None:
+    def tidy(self):
         """Undo what a test left; what it undid itself is refused here."""
-        self.call("aclrtSynchronizeDevice")
+        self._status("aclrtSynchronizeDevice")
         for name, made in reversed(self._undo):
-            self.call(name, address_t(made))
-
-
-__all__ = ["ACL", "PAGE", "POINTER", "Properties", "Refused", "c_int32"]
+            self._status(name, address_t(made))

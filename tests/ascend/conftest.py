@@ -14,8 +14,6 @@ from kvpatch.hostdevice.acl import library
 sys.path.append(str(Path(__file__).parent))
 from acl_runtime import ACL
 
-MIB = 1 << 20
-
 
 @pytest.fixture(scope="session")
 def emulator(tmp_path_factory):
@@ -43,7 +41,5 @@ def device(emulator, tmp_path, monkeypatch):
     # A copy, so that each test has a runtime that was never started.
     own = shutil.copy(emulator / "lib64" / library.LIBRARY, tmp_path / "libascendcl.so")
     acl = ACL(Path(own))
-    acl.ok("aclInit", None)
-    acl.ok("aclrtSetDevice", 0)
     yield acl
     acl.tidy()

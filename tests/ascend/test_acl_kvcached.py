@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -30,7 +29,7 @@ def life(request, kvcached, tmp_path_factory):
     command = [sys.executable, str(HERE / "pools.py"), str(request.param)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    seen: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    seen = json.loads(done.stdout.splitlines()[-1])
     return {**seen, "contiguous": request.param, "stderr": done.stderr}
 
 
@@ -49,9 +48,7 @@ def test_mapping_takes_pages_and_unmapping_gives_them_back(life):
     assert life["free after unmapping"] == life["free after reserving"]
 
 
-def test_a_mapped_page_keeps_its_bytes_and_an_unmapped_one_loses_them(
-    life,
-):
+def test_a_mapped_page_keeps_its_bytes_and_an_unmapped_one_loses_them(life):
     assert life["written"] == [7, 7, 7]
     assert life["after unmapping"] != [7, 7, 7]
 

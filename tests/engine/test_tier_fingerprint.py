@@ -1,13 +1,9 @@
 """What makes the bytes of a block has a part in the name of a tier's folder; without an engine."""
 
-import dataclasses
-import enum
 import itertools
 import json
 import math
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -15,10 +11,8 @@ from transformers import LlamaConfig
 
 from kvpatch import state
 from kvpatch.patches.offloading.registration import Rows
-from kvpatch.patches.secondary_tiers import fingerprint, samples, shared_memory
+from kvpatch.patches.secondary_tiers import fingerprint, samples
 from kvpatch.patches.secondary_tiers.samples import Samples, diagonals
-from kvpatch.patches.secondary_tiers.weights import Weights
-from kvpatch.refusal import Refusal
 
 sample = fingerprint.sample_weights
 
@@ -252,105 +246,43 @@ def test_weights_that_a_library_has_packed_count(row):
 
 
 def configured(**changes):
-    """A ``VllmConfig`` of vLLM, as far as it is read; ``changes`` have ``__`` for the dot."""
-    model = SimpleNamespace(
-        hf_config=LlamaConfig(num_hidden_layers=1, vocab_size=8),
-        hf_text_config=LlamaConfig(num_hidden_layers=1, vocab_size=8),
-        architecture="LlamaForCausalLM",
-        dtype=torch.float16,
-        quantization=None,
-        max_model_len=4096,
-        disable_sliding_window=False,
+    """A ``VllmConfig`` of vLLM, as far as it is read, of a model with a setting changed."""
+    config = LlamaConfig(num_hidden_layers=1, vocab_size=8, **changes)
+    return SimpleNamespace(
+        model_config=SimpleNamespace(hf_config=config, hf_text_config=config, dtype=torch.float16),
+        cache_config=SimpleNamespace(),
     )
-    made = SimpleNamespace(
-        model_config=model,
-        cache_config=SimpleNamespace(cache_dtype="auto", calculate_kv_scales=False),
-        attention_config=None,
-        quant_config=None,
-    )
-    for name, value in changes.items():
-        *owners, last = name.split("__")
-        owner = made
-        for one in owners:
-            owner = getattr(owner, one)
-        setattr(owner, last, value)
-    return made
 
 
-def named(**changes):
-    return json.dumps(fingerprint.configuration(configured(**changes)), sort_keys=True)
-
-
-CHANGES = {
-    "rms eps": {"model_config__hf_config__rms_norm_eps": 1e-3},
-    "rope": {"model_config__hf_text_config__rope_theta": 1e6},
-    "yarn": {"model_config__hf_config__rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
-    "window": {"model_config__hf_config__sliding_window": 128},
-    "softmax scale": {"model_config__hf_config__attention_multiplier": 0.1},
-    "no windows": {"model_config__disable_sliding_window": True},
-    "dtype": {"model_config__dtype": torch.bfloat16},
-    "quantization": {"model_config__quantization": "fp8"},
-    "longest": {"model_config__max_model_len": 8192},
-    "kv dtype": {"cache_config__cache_dtype": "fp8"},
-    "kv scales": {"cache_config__calculate_kv_scales": True},
-    "attention": {"attention_config": {"backend": "FLASH"}},
-}
-
-
-@pytest.mark.parametrize("changes", CHANGES.values(), ids=CHANGES)
-def test_every_setting_that_makes_a_blocks_bytes_counts(changes):
-    assert named() == named()
-    assert named(**changes) != named()
-
-
-def test_where_a_model_was_read_from_does_not_count():
-    changed = configured()
-    changed.model_config.hf_config._name_or_path = "/another/folder"
-    assert json.dumps(fingerprint.configuration(changed), sort_keys=True) == named()
-
-
-class Color(enum.Enum):
-    RED = object()
-
-
-@dataclasses.dataclass
-class Nested:
-    inner: Any
-
-
-def test_values_are_plain_and_the_same_in_every_process():
-    given = {
-        1: (Nested({"b", "a"}), Color.RED, torch.float16, object(), int, None, 0.5),
-        "known": LlamaConfig(),
-    }
-    written = json.dumps(fingerprint.plain(given), sort_keys=True)
-    assert "0x" not in written
-    assert "RED" in written and "torch.float16" in written and "builtins.object" in written
-    assert json.loads(written)["1"][0] == {"inner": ['"a"', '"b"']}
-
-
-def layer(**changes):
-    implementation = SimpleNamespace(scale=0.125, sliding_window=(-1, -1), logits_soft_cap=0.0)
-    made = SimpleNamespace(impl=implementation, _k_scale_float=1.0, kv_cache_dtype="auto")
-    for name, value in changes.items():
-        setattr(made if hasattr(made, name) else implementation, name, value)
-    return fingerprint.attention(made)
+def named(config):
+    return json.dumps(fingerprint.configuration(config), sort_keys=True)
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"scale": 0.1},
-        {"sliding_window": (127, 0)},
-        {"logits_soft_cap": 30.0},
-        {"_k_scale_float": 0.5},
-        {"kv_cache_dtype": "fp8"},
-        {"impl": object()},
+        {"rms_norm_eps": 1e-3},
+        {"rope_theta": 1e6},
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+        {"sliding_window": 128},
+        {"attention_multiplier": 0.1},
     ],
     ids=lambda changes: next(iter(changes)),
 )
-def test_an_attention_layer_counts(changes):
-    assert layer(**changes) != layer()
+def test_every_setting_of_a_model_counts(changes):
+    assert named(configured()) == named(configured())
+    assert named(configured(**changes)) != named(configured())
+
+
+def test_where_a_model_was_read_from_does_not_count():
+    changed = configured()
+    changed.model_config.hf_config._name_or_path = "/another/folder"
+    assert named(changed) == named(configured())
+
+
+def test_values_of_libraries_are_plain_and_the_same_in_every_process():
+    assert fingerprint.plain(torch.float16) == "torch.float16"
+    assert "0x" not in json.dumps(fingerprint.plain(LlamaConfig()))
 
 
 # The descriptions of workers
@@ -359,7 +291,7 @@ def test_an_attention_layer_counts(changes):
 class Worker:
     """A worker of vLLM with two layers in one region, and its KV connector."""
 
-    def __init__(self, model=None, offset=0, dtype=torch.float16):
+    def __init__(self, offset=0, dtype=torch.float16):
         memory = torch.zeros(4, 64, dtype=dtype)
         half = 32
         caches = {"a": memory[:, :half], "b": memory[:, half:]}
@@ -372,7 +304,7 @@ class Worker:
             compilation_config=SimpleNamespace(static_forward_context=layers),
             kv_cache_config=SimpleNamespace(kv_cache_groups=[group]),
             vllm_config=configured(),
-            model=model or Model(),
+            model=Model(),
         )
         self.connector = SimpleNamespace(connector_worker=SimpleNamespace())
         row = memory.shape[1] * memory.element_size()
@@ -399,131 +331,6 @@ def test_a_worker_describes_all_of_it(monkeypatch):
     ]
     assert Worker(offset=1).describe(monkeypatch)["layers"] != described["layers"]
     assert Worker(dtype=torch.bfloat16).describe(monkeypatch)["layers"] != described["layers"]
-    other = Model()
-    with torch.no_grad():
-        other.norm += 1
-    assert Worker(model=other).describe(monkeypatch)["weights"] != described["weights"]
-    monkeypatch.setattr(vllm, "__version__", "0.99.1")
-    assert Worker().describe(monkeypatch)["vllm"] == "0.99.1"
-    monkeypatch.setattr(type(current_platform), "device_name", "another", raising=False)
-    assert Worker().describe(monkeypatch)["platform"] != described["platform"]
-
-
-class Core:
-    """An ``EngineCore`` whose workers describe themselves as given."""
-
-    def __init__(self, *descriptions, tiers=True):
-        extra = {"spec_name": "TieringOffloadingSpec", "secondary_tiers": [{"type": "fs"}] * tiers}
-        transfer = SimpleNamespace(
-            kv_connector="OffloadingConnector",
-            kv_connector_module_path=None,
-            kv_connector_extra_config=extra,
-        )
-        self.vllm_config = SimpleNamespace(kv_transfer_config=transfer)
-        self.descriptions = list(descriptions)
-        self.files = [{"an id": (1, number)} for number in range(len(descriptions))]
-        self.model_executor = SimpleNamespace(collective_rpc=self.ask)
-
-    def ask(self, call):
-        return self.files if call is shared_memory.files else self.descriptions
-
-    def start(self):
-        assert fingerprint.around_kv_caches(lambda: "done", self, (), {}) == "done"
-        return fingerprint._described
-
-
-@pytest.fixture(autouse=True)
-def nothing_described(monkeypatch):
-    monkeypatch.setattr(fingerprint, "_described", None)
-    monkeypatch.setattr(fingerprint, "_weights", None)
-    monkeypatch.setattr(shared_memory, "_of_workers", [])
-
-
-def test_what_every_worker_has_mapped_is_what_the_scheduler_may_map():
-    two = Core({}, {})
-    two.start()
-    assert shared_memory._of_workers == two.files
-    Core({}, tiers=False).start()
-    assert shared_memory._of_workers == []
-
-
-def test_every_worker_counts():
-    first = Core({"weights": "a"}, {"weights": "b"}).start()
-    assert Core({"weights": "a"}, {"weights": "b"}).start() == first
-    assert Core({"weights": "a"}, {"weights": "c"}).start() != first
-    assert Core({"weights": "a"}).start() != first
-
-
-def test_an_engine_without_tiers_forgets_the_engine_before_it():
-    assert Core({}).start()
-    assert Core({}, tiers=False).start() is None
-    assert fingerprint._weights is None
-
-
-def test_a_deleted_engine_is_not_kept():
-    import gc
-    import weakref
-
-    core = Core({})
-    core.start()
-    kept = weakref.ref(core)
-    del core
-    gc.collect()
-    assert kept() is None
-
-
-class Mapper:
-    """vLLM's ``FileMapper``."""
-
-    rank = 3
-
-    def __init__(self):
-        self.fields = {}
-        self.base_path = ""
-
-    def _compute_base_path(self, root, fields):
-        from hashlib import sha256
-
-        return f"{root}/model_{sha256(json.dumps(fields).encode()).hexdigest()[:12]}"
-
-
-def mapper(root):
-    def wrapped(root_dir, offloading_spec, parallel_agnostic=True):
-        assert not parallel_agnostic
-        return Mapper()
-
-    return fingerprint.around_file_mapper(wrapped, None, (str(root), None), {})
-
-
-def test_replaced_weights_have_a_folder_of_their_own(tmp_path):
-    core = Core({"weights": "old"})
-    core.start()
-    one = mapper(tmp_path)
-    weights = state.find(one, Weights)
-    assert weights is state.find(core, Weights) is not None
-    old = one.base_path
-    assert weights.usable()
-    core.descriptions = [{"weights": "new"}]
-    weights.touched = True
-    weights.reset()
-    assert weights.usable()
-    assert one.base_path != old
-    later = Core({"weights": "new"})
-    later.start()
-    assert mapper(tmp_path).base_path == one.base_path
-    folders = {folder.name: folder.stat().st_mode & 0o777 for folder in tmp_path.iterdir()}
-    assert set(folders.values()) == {0o700}
-    assert f"{Path(one.base_path).name}_r3" in folders
-
-
-def test_a_folder_in_the_way_is_refused_in_a_sentence(tmp_path):
-    Core({}).start()
-    folder = Path(mapper(tmp_path).base_path)
-    folder.chmod(0o777)
-    with pytest.raises(Refusal, match="is open to other users, and blocks are stored") as refused:
-        mapper(tmp_path)
-    assert refused.value.code == "KVP334"
-    folder.rmdir()
-    folder.write_text("")
-    with pytest.raises(Refusal, match="a secondary tier cannot be used"):
-        mapper(tmp_path)
+    assert described["weights"] == sample(Model())
+    assert described["vllm"] == vllm.__version__
+    assert current_platform.device_name in described["platform"]

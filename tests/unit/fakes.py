@@ -28,6 +28,10 @@ def facts(vllm="0.28.0", device="cuda", contiguous=True, environment=None, memor
     return Facts(*installed, environment or {}, device, contiguous, lambda: memory)
 
 
+class OffloadingConnector(SimpleNamespace):
+    """vLLM's, by its name; its scheduler side is ``connector_scheduler``."""
+
+
 def module(monkeypatch, name, **content):
     """Put a module in its place, in packages that are made where there are none."""
     made = ModuleType(name)
@@ -67,3 +71,43 @@ def namespace(made=None, /, **leaves):
             owner = vars(owner).setdefault(one, SimpleNamespace())
         setattr(owner, name, value)
     return made
+
+
+def planner(known, groups=3, windows=(1, 2), factor=1):
+    """vLLM's scheduler side of OffloadingConnector.
+
+    Args:
+        known: the blocks that it knows of each request, in every group.
+        groups: how many there are.
+        windows: those of them with a sliding window.
+        factor: blocks of a chunk, up to vLLM 0.22.
+    """
+
+    def states(ids):
+        made = ({"block_ids": list(ids), "next_stored_block_idx": 1} for _ in range(groups))
+        return SimpleNamespace(group_states=[SimpleNamespace(**one) for one in made])
+
+    return SimpleNamespace(
+        _sliding_window_groups=windows,
+        _req_status={request: states(ids) for request, ids in known.items()},
+        config=SimpleNamespace(
+            block_size_factor=factor,
+            kv_group_configs=[SimpleNamespace(group_idx=group) for group in range(groups)],
+        ),
+    )
+
+
+def known(planner, request):
+    """The blocks that a planner knows of a request, by group."""
+    return [group.block_ids for group in planner._req_status[request].group_states]
+
+
+def scheduler(held, groups=3):
+    """vLLM's scheduler: of the blocks of each request, in every group, which are the null block."""
+
+    def manager():
+        blocks = {name: [SimpleNamespace(is_null=null) for null in held[name]] for name in held}
+        return SimpleNamespace(req_to_blocks=blocks)
+
+    coordinator = SimpleNamespace(single_type_managers=[manager() for _ in range(groups)])
+    return SimpleNamespace(kv_cache_manager=SimpleNamespace(coordinator=coordinator))

@@ -2,12 +2,11 @@
 
 import itertools
 import queue
-import sys
 import threading
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
-from fakes import raising
+from fakes import module, raising
 
 from kvpatch import patch, state
 from kvpatch.patches.debug.audit import Violation
@@ -85,33 +84,24 @@ class Worker:
         self.kv_cache_config = SimpleNamespace(kv_cache_groups=[object()] * groups)
         self._load_events = []
         self._store_events = []
-        self._load_hwm = self._store_hwm = -1
+        self._hwm = {True: -1, False: -1}
         self._completed_store_events = {}
 
+    def events(self, is_store):
+        return self._store_events if is_store else self._load_events
+
     def _poll_stream_events(self, is_store):
-        events = self._store_events if is_store else self._load_events
-        hwm = self._store_hwm if is_store else self._load_hwm
-        while events:
-            event_idx, event = events[0]
-            if not event.query():
-                break
-            hwm = event_idx
-            events.pop(0)
-        if is_store:
-            self._store_hwm = hwm
-        else:
-            self._load_hwm = hwm
-        return hwm
+        events = self.events(is_store)
+        while events and events[0][1].query():
+            self._hwm[is_store], _ = events.pop(0)
+        return self._hwm[is_store]
 
     def _flush_and_sync_all(self):
-        for event_idx, event in self._load_events:
-            event.synchronize()
-            self._load_hwm = event_idx
-        self._load_events.clear()
-        for event_idx, event in self._store_events:
-            event.synchronize()
-            self._store_hwm = event_idx
-        self._store_events.clear()
+        for is_store in (False, True):
+            for number, event in self.events(is_store):
+                event.synchronize()
+                self._hwm[is_store] = number
+            self.events(is_store).clear()
 
     def build_connector_worker_meta(self):
         if not self._completed_store_events:
@@ -210,12 +200,9 @@ def applied(monkeypatch):
     def apply(but=""):
         for row in ROWS:
             name, _, attribute = row.target.partition(":")[2].partition(".")
-            module = ModuleType(f"of_{name}")
-            setattr(module, name, CLASSES[name])
-            monkeypatch.setitem(sys.modules, module.__name__, module)
+            module(monkeypatch, f"of_{name}", **{name: CLASSES[name]})
             if row.id != but:
-                target = f"{module.__name__}:{name}.{attribute}"
-                made.append(patch.apply(row._replace(target=target)))
+                made.append(patch.apply(row._replace(target=f"of_{name}:{name}.{attribute}")))
 
     yield apply
     for one in reversed(made):
@@ -250,8 +237,8 @@ def copied(fails, *copies, **given):
     backend.start()
     numbers = {STORE: itertools.count(), LOAD: itertools.count()}
     for is_store, source, destination in copies:
-        events = worker._store_events if is_store else worker._load_events
-        backend.launch_copy(source, destination, is_store, next(numbers[is_store]), events)
+        number = next(numbers[is_store])
+        backend.launch_copy(source, destination, is_store, number, worker.events(is_store))
     backend.shutdown()
     return worker
 
@@ -423,8 +410,7 @@ def test_a_device_that_cannot_copy_any_more_ends_the_engine(rows, is_store):
     backend.streams[is_store] = Event(RuntimeError("CUDA error: an illegal memory access"))
     worker = Worker(backend)
     backend.start()
-    events = worker._store_events if is_store else worker._load_events
-    backend.launch_copy([1], [2], is_store, 0, events)
+    backend.launch_copy([1], [2], is_store, 0, worker.events(is_store))
     backend.shutdown()
     with pytest.raises(Halted, match="and its stream cannot be used any more;"):
         worker._poll_stream_events(is_store)

@@ -1,9 +1,12 @@
-"""The fence between vLLM's scheduler and kvcached's page manager, without either of them."""
+"""The fence between vLLM's scheduler and kvcached's page manager, without either of them.
+
+And the wait for the workers before pages are unmapped: its limit, and who must have answered.
+"""
 
 from types import SimpleNamespace
 
 import pytest
-from fakes import module
+from fakes import OffloadingConnector, known, module, planner
 
 from kvpatch import state
 from kvpatch.patches.fence import hooks
@@ -14,28 +17,6 @@ from kvpatch.upstream import kvcached_api
 
 def range_of(page):
     return page * 10, page * 10 + 10
-
-
-class OffloadingConnector(SimpleNamespace):
-    """vLLM's, by its name."""
-
-
-class Planner(SimpleNamespace):
-    """vLLM's planner of transfers; requests with one full and one windowed group."""
-
-    def __init__(self, **blocks):
-        super().__init__(
-            _sliding_window_groups=(1, 2),
-            _req_status={
-                name: SimpleNamespace(
-                    group_states=[SimpleNamespace(block_ids=list(ids)) for _ in range(3)]
-                )
-                for name, ids in blocks.items()
-            },
-        )
-
-    def known(self, name):
-        return [group.block_ids for group in self._req_status[name].group_states]
 
 
 class Manager:
@@ -64,22 +45,24 @@ class Manager:
 class Engine:
     """As much of an ``EngineCore`` as the hooks look at."""
 
-    def __init__(self, manager, planner, workers=1):
-        self.planner, self.unfinished, self.finished = planner, False, False
-        connector = OffloadingConnector(connector_scheduler=planner)
+    def __init__(self, manager, blocks=None, workers=1):
+        self.planner, self.unfinished, self.finished = planner(blocks or {}), False, False
+        connector = OffloadingConnector(connector_scheduler=self.planner)
         self.scheduler = SimpleNamespace(
             connector=connector,
             has_unfinished_requests=lambda: self.unfinished,
             has_finished_requests=lambda: self.finished,
             kv_cache_manager=SimpleNamespace(block_pool=SimpleNamespace(kv_cache_manager=manager)),
         )
-        self.rpcs = []
+        self.rpcs, self.answers = [], [True] * workers
         self.model_executor = SimpleNamespace(collective_rpc=self.collective_rpc)
         self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=workers))
 
-    def collective_rpc(self, method, **more):
-        self.rpcs.append(method)
-        return [True] * self.vllm_config.parallel_config.world_size
+    def collective_rpc(self, method, timeout=None):
+        self.rpcs.append((method, timeout))
+        if isinstance(self.answers, Exception):
+            raise self.answers
+        return self.answers
 
     def install(self):
         called = []
@@ -100,8 +83,8 @@ def pages(monkeypatch):
     module(monkeypatch, "vllm", envs=SimpleNamespace(VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS=300))
 
 
-def engine(*retired, planner=None, workers=1):
-    made = Engine(Manager(*retired), Planner() if planner is None else planner, workers)
+def engine(*retired, blocks=None, workers=1):
+    made = Engine(Manager(*retired), blocks, workers)
     made.manager = kvcached_api.manager_of(made)
     made.fenced = made.install()
     return made
@@ -118,11 +101,30 @@ def test_the_fence_waits_for_all_ranks_and_the_manager_leaves_unmapping_to_it():
     assert at_once == [one.manager]
     assert one.manager.defer_physical_release is True
     one.manager.physical_release_barrier()
-    assert one.rpcs == [hooks.compute_barrier]
+    assert one.rpcs == [(hooks.compute_barrier, 300)]  # as long as a step may take
+
+
+def test_a_worker_that_hangs_ends_the_wait():
+    one = engine()
+    one.answers = TimeoutError("RPC call to compute_barrier timed out.")
+    with pytest.raises(RuntimeError) as ended:
+        one.manager.physical_release_barrier()
+    assert str(ended.value) == (
+        "a worker did not finish its computation within 300 s "
+        "(VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS); its pages cannot be unmapped"
+    )
+
+
+@pytest.mark.parametrize("answers", [[True], [True, False], [True, None], []])
+def test_nothing_is_unmapped_unless_every_worker_has_answered(answers):
+    one = engine(workers=2)
+    one.answers = answers
+    with pytest.raises(RuntimeError, match="2 workers had to finish before pages are unmapped"):
+        one.manager.physical_release_barrier()
 
 
 def test_an_engine_without_a_connector_has_no_fence():
-    one = Engine(Manager(), Planner())
+    one = Engine(Manager())
     one.scheduler.connector = None
     assert one.install() is None
     assert hooks.fence_of(one) is None
@@ -279,33 +281,23 @@ def test_a_store_of_a_finished_request_can_still_be_planned(unfinished, finished
     assert one.manager.unmapped == ([] if held else [1])
 
 
-def test_pinned_blocks_wait_for_no_plan():
-    one = Engine(Manager((1, [1])), None)
-    one.scheduler.connector = SimpleNamespace(scheduler_manager=object())
-    one.install()
-    one.unfinished = True
-    hooks.release_now(one)
-    assert kvcached_api.manager_of(one).unmapped == [1]
-
-
 def test_a_release_makes_the_planner_forget_the_blocks_of_every_page():
     """A request with a sliding window keeps ids of blocks that left it, and stores them later."""
-    planner = Planner(a=[5, 11, 19, 20, 30], b=[10, 39, 40], c=[])
-    one = engine((1, [1, 3]), (2, [5]), planner=planner)
+    blocks = {"a": [5, 11, 19, 20, 30], "b": [10, 39, 40], "c": []}
+    one = engine((1, [1, 3]), (2, [5]), blocks=blocks)
     one.unfinished = True
     build(one, {1: job("z", [52], [90])}, {})
     hooks.release_now(one)
     assert one.manager.unmapped == [1, 3]
-    assert planner.known("a") == [[5, 11, 19, 20, 30], [5, 0, 0, 20, 0], [5, 0, 0, 20, 0]]
-    assert planner.known("b") == [[10, 39, 40], [0, 0, 40], [0, 0, 40]]
+    assert known(one.planner, "a") == [[5, 11, 19, 20, 30], [5, 0, 0, 20, 0], [5, 0, 0, 20, 0]]
+    assert known(one.planner, "b") == [[10, 39, 40], [0, 0, 40], [0, 0, 40]]
 
 
 def test_the_planner_forgets_before_the_pages_are_unmapped():
-    planner = Planner(a=[11])
-    one = engine((1, [1]), planner=planner)
+    one = engine((1, [1]), blocks={"a": [11]})
     seen = []
     hooks.around_release(
-        lambda marker: seen.append(planner.known("a")[1][0]), one.manager, (1,), {}
+        lambda marker: seen.append(known(one.planner, "a")[1][0]), one.manager, (1,), {}
     )
     assert seen == [0]
 
@@ -339,7 +331,7 @@ class Stepping(Engine):
 def test_a_reset_steps_an_engine_that_nobody_steps_until_no_page_is_held(
     busy_loop, unfinished, steps
 ):
-    one = Stepping(Manager((1, [1]), (2, [2])), Planner())
+    one = Stepping(Manager((1, [1]), (2, [2])))
     one.steps, one.unfinished = 0, unfinished
     if busy_loop:
         one.run_busy_loop = lambda: None

@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from test_fence_hooks import Engine, Manager, Planner, build, job, report
+from test_fence_hooks import Engine, Manager, build, job, report
 from test_fence_hooks import pages as pages
 
 from kvpatch import state
@@ -84,8 +84,8 @@ def made(monkeypatch):
     return start
 
 
-def start(planner=None):
-    one = Engine(Device((1, [1, 2]), (2, [3])), Planner() if planner is None else planner)
+def start():
+    one = Engine(Device((1, [1, 2]), (2, [3])))
     one.manager = kvcached_api.manager_of(one)
     one.fenced = one.install()
     one.unfinished = True
@@ -156,17 +156,16 @@ def test_what_is_given_up_still_waits_for_its_copy(made):
 
 def test_an_engine_that_is_paused_is_stepped_until_it_has_given_up(made):
     one = made()
-    planner = one.scheduler.connector.connector_scheduler
     hooks.release_now(one)
     one.unfinished = False
-    assert hooks.around_pending_work(lambda: False, planner, (), {}) is True
+    assert hooks.around_pending_work(lambda: False, one.planner, (), {}) is True
     hooks.release_now(one)
-    assert hooks.around_pending_work(lambda: False, planner, (), {}) is False
+    assert hooks.around_pending_work(lambda: False, one.planner, (), {}) is False
 
 
 def test_a_connector_that_pins_its_blocks_keeps_no_page(made):
     """It cannot ask for a step, so that a paused engine would keep them."""
-    one = Engine(Device((1, [1])), None)
+    one = Engine(Device((1, [1])))
     one.scheduler.connector = type("Other", (), {"scheduler_manager": object()})()
     one.install()
     one.unfinished = True

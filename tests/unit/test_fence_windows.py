@@ -1,7 +1,8 @@
 """The blocks that requests with windows know: what is forgotten, and how much is looked at."""
 
 import random
-from types import SimpleNamespace
+
+from fakes import known, planner, scheduler
 
 from kvpatch import state
 from kvpatch.patches.fence.fence import Fence
@@ -25,9 +26,15 @@ def fence():
     return Fence(lambda page: (page * PAGE, page * PAGE + PAGE), workers=1)
 
 
-def forget(known, gone):
-    known.catch_up()
-    known.forget(gone, set(map(span_of, gone)))
+def forget(blocks, gone):
+    blocks.catch_up()
+    blocks.forget(gone, set(map(span_of, gone)))
+
+
+def one_window(*blocks):
+    """A planner of a group with a window and a request, and what it has of both."""
+    made = planner({"a": blocks}, groups=1, windows=(0,))
+    return made, made._req_status["a"].group_states[0]
 
 
 def test_only_places_near_freed_blocks_are_looked_at():
@@ -42,20 +49,16 @@ def test_only_places_near_freed_blocks_are_looked_at():
 
 
 def test_a_step_that_frees_nothing_looks_at_no_place():
-    known = Looked(range(1, 1001))
-    status = SimpleNamespace(group_states=[SimpleNamespace(block_ids=known)])
-    planner = SimpleNamespace(_sliding_window_groups=(0,), _req_status={"a": status})
+    planner, of = one_window()
+    of.block_ids = blocks = Looked(range(1, 1001))
     for _ in range(3):
         forget_freed_blocks(planner, fence(), [])
-    assert known.looks == 0
-    assert status.group_states[0].block_ids is known
+    assert blocks.looks == 0
+    assert of.block_ids is blocks
 
 
 def test_a_list_is_taken_over_once_and_a_new_one_again():
-    of = SimpleNamespace(block_ids=[150, 250])
-    planner = SimpleNamespace(
-        _sliding_window_groups=(0,), _req_status={"a": SimpleNamespace(group_states=[of])}
-    )
+    planner, of = one_window(150, 250)
     forget_freed_blocks(planner, fence(), [])
     kept = of.block_ids
     forget_freed_blocks(planner, fence(), [1])
@@ -97,22 +100,11 @@ def test_blocks_are_forgotten_as_by_a_walk_over_all_of_them():
 
 
 def test_a_reset_of_the_tier_stores_no_block_that_has_left_a_window():
-    blocks = [SimpleNamespace(is_null=null) for null in (True, False, True, False)]
-    group = SimpleNamespace(block_ids=[5, 6, 7, 8, 9])
-    manager = SimpleNamespace(req_to_blocks={"a": blocks})
-    planner = SimpleNamespace(
-        _sliding_window_groups=(0,),
-        _req_status={"a": SimpleNamespace(group_states=[group])},
-        config=SimpleNamespace(kv_group_configs=[SimpleNamespace(group_idx=0)]),
-    )
-    scheduler = SimpleNamespace(
-        kv_cache_manager=SimpleNamespace(
-            coordinator=SimpleNamespace(single_type_managers=[manager])
-        )
-    )
+    planner, of = one_window(5, 6, 7, 8, 9)
     resets = []
     after_reset_of_tier(lambda *args: resets.append(args), planner, (1,), {})
-    assert (resets, group.block_ids) == ([(1,)], [5, 6, 7, 8, 9]), "without a fence"
-    state.attach(planner, Fenced(fence(), None, scheduler))
+    assert (resets, of.block_ids) == ([(1,)], [5, 6, 7, 8, 9]), "without a fence"
+    holding = scheduler({"a": [True, False, True, False]}, groups=1)
+    state.attach(planner, Fenced(fence(), None, holding))
     after_reset_of_tier(lambda *args: resets.append(args), planner, (2,), {})
-    assert (resets, group.block_ids) == ([(1,), (2,)], [0, 6, 0, 8, 9])
+    assert (resets, known(planner, "a")) == ([(1,), (2,)], [[0, 6, 0, 8, 9]])

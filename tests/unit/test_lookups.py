@@ -75,7 +75,6 @@ class Scheduler:
             num_computed_tokens=len(blocks) * BLOCK,
             num_preemptions=0,
             skip_reading_prefix_cache=False,
-            **{},
         )
         vars(self.requests[name]).update(changes)
         self.step((name, computed))
@@ -84,6 +83,12 @@ class Scheduler:
     def end(self, name):
         self.ended.add(name)
         del self.requests[name]
+
+    def run(self, name, blocks, **changes):
+        """Schedule a request that ends; the tokens that were lost so far."""
+        lost = self.add(name, blocks, **changes)
+        self.end(name)
+        return lost
 
     def step(self, *begun):
         new = [SimpleNamespace(req_id=name, num_computed_tokens=count) for name, count in begun]
@@ -105,20 +110,16 @@ def scheduler():
 
 
 def test_what_was_computed_before_and_was_not_found_is_lost(scheduler):
-    assert scheduler.add("one", (1, 2, 3)) == 0
-    scheduler.end("one")
-    assert scheduler.add("two", (1, 2, 3, 4)) == 3 * BLOCK
-    scheduler.end("two")
+    assert scheduler.run("one", (1, 2, 3)) == 0
+    assert scheduler.run("two", (1, 2, 3, 4)) == 3 * BLOCK
     # Found on the device or in a tier, in part and as a whole.
-    assert scheduler.add("three", (1, 2, 3, 4), computed=BLOCK) == 3 * BLOCK + 3 * BLOCK
-    scheduler.end("three")
+    assert scheduler.run("three", (1, 2, 3, 4), computed=BLOCK) == 3 * BLOCK + 3 * BLOCK
     assert scheduler.add("four", (1, 2, 3, 4), computed=4 * BLOCK) == 6 * BLOCK
     assert scheduler.totals.fuse.off == ""
 
 
 def test_the_last_token_is_computed_always(scheduler):
-    scheduler.add("one", (1, 2))
-    scheduler.end("one")
+    scheduler.run("one", (1, 2))
     assert scheduler.add("two", (1, 2), num_tokens=2 * BLOCK) == BLOCK
 
 
@@ -129,8 +130,7 @@ def test_a_block_of_a_request_that_runs_is_not_there_yet(scheduler):
 
 
 def test_only_what_was_computed_of_an_aborted_request_is_remembered(scheduler):
-    scheduler.add("one", (1, 2, 3), num_computed_tokens=2 * BLOCK - 1)
-    scheduler.end("one")
+    scheduler.run("one", (1, 2, 3), num_computed_tokens=2 * BLOCK - 1)
     assert scheduler.add("two", (1, 2, 3)) == BLOCK
 
 
@@ -146,17 +146,14 @@ def test_what_was_generated_is_remembered(scheduler):
 @pytest.mark.parametrize("why", [{"num_preemptions": 1}, {"skip_reading_prefix_cache": True}])
 def test_a_request_that_has_to_compute_loses_nothing(scheduler, why):
     """It was preempted, or asks for log-probabilities of its prompt; its blocks are known then."""
-    scheduler.add("one", (1, 2))
-    scheduler.end("one")
-    assert scheduler.add("two", (1, 2, 3), **why) == 0
-    scheduler.end("two")
+    scheduler.run("one", (1, 2))
+    assert scheduler.run("two", (1, 2, 3), **why) == 0
     assert scheduler.add("three", (3,)) == BLOCK
 
 
 def test_a_request_is_counted_once(scheduler):
     """A session goes on as a new request, and so do resumed ones of Model Runner V2."""
-    scheduler.add("one", (1, 2))
-    scheduler.end("one")
+    scheduler.run("one", (1, 2))
     scheduler.add("two", (1, 2))
     scheduler.step(("two", 0))
     assert scheduler.totals.lost_tokens == 2 * BLOCK
@@ -181,14 +178,12 @@ def test_what_was_reset_was_not_lost(connector, wrapper, lost):
     """Weights that are replaced end all that was computed, with the same hashes."""
     scheduler = Scheduler(connector)
     scheduler.reset(wrapper)  # before anything was computed
-    scheduler.add("one", (1, 2))
-    scheduler.end("one")
+    scheduler.run("one", (1, 2))
     scheduler.step()
     scheduler.add("runs", (3,))
     scheduler.reset(wrapper)
     scheduler.end("runs")
-    assert scheduler.add("two", (1, 2)) == lost
-    scheduler.end("two")
+    assert scheduler.run("two", (1, 2)) == lost
     scheduler.add("three", (3,))
     assert scheduler.totals.lost_tokens == lost + (BLOCK if lost else 0)
 
@@ -204,8 +199,7 @@ def test_an_error_switches_counting_off_and_nothing_else(scheduler):
 
 def test_nothing_is_kept_of_requests_that_have_ended(scheduler):
     for number in range(20):
-        scheduler.add(f"{number}", (number,))
-        scheduler.end(f"{number}")
+        scheduler.run(f"{number}", (number,))
     scheduler.step()
     assert state.of(scheduler, lookups.Computed).running == {}
 

@@ -5,6 +5,7 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
+from fakes import OffloadingConnector
 
 from kvpatch import state
 from kvpatch.patches.offloading import fixes, legacy, registration
@@ -172,17 +173,10 @@ def test_other_calls_and_engines_without_a_connector_are_vllms(connector, method
     assert legacy.around_call(call, core(connector), (method,), {"timeout": 3}) == [method, 3]
 
 
-class OffloadingConnector:
-    """vLLM's, of which only the scheduler side counts."""
-
-    def __init__(self, planner):
-        self.connector_scheduler = planner
-
-
 def reset(planner, *args, **kwargs):
     """Reset the device's cache while two requests run; vLLM preempts them."""
     scheduler = SimpleNamespace(
-        connector=OffloadingConnector(planner),
+        connector=OffloadingConnector(connector_scheduler=planner),
         running=[SimpleNamespace(request_id=name) for name in ("one", "two")],
     )
     legacy.around_scheduler_reset(
@@ -287,7 +281,7 @@ def test_blocks_that_another_connector_loads_into_are_waited_for(external, flush
     )
     if since_23:
         planner._current_batch_allocated_block_ids = {8}
-    multi = SimpleNamespace(_connectors=[OffloadingConnector(planner)])
+    multi = SimpleNamespace(_connectors=[OffloadingConnector(connector_scheduler=planner)])
     blocks = ([KVBlock(0), KVBlock(4), KVBlock(6, "hit")], [KVBlock(5)])
     told = fixes.around_other_loads(
         lambda *args: "told", multi, (object(), SimpleNamespace(blocks=blocks), external), {}

@@ -4,9 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 from fakes import module
-from test_simple_eviction import Planner, Pool, Tier
+from test_simple_eviction import Planner, match
+from test_simple_eviction import planner as planner_of
 
-from kvpatch.patches.simple_offload import eviction, fixes, legacy
+from kvpatch.patches.simple_offload import fixes, legacy
 
 
 class LinkedPlanner(Planner):
@@ -14,11 +15,9 @@ class LinkedPlanner(Planner):
 
     _cursor = None
 
-    def __init__(self, pool, tier):
-        pool.kv_block_pool = pool.blocks
-        super().__init__(pool, tier)
-        legacy.around_bind(lambda pool: None, self, (pool,), {})
-        self.order = eviction.order_of(self)
+    def bind(self):
+        self.pool.kv_block_pool = self.pool.blocks
+        legacy.around_bind(lambda pool: None, self, (self.pool,), {})
 
     def _walk(self):
         queue = self.pool.free_block_queue
@@ -37,17 +36,11 @@ class LinkedPlanner(Planner):
                 taken.append(node.block_id)
             covered += 1
             node = node.next_free_block
-        for block_id in taken:
-            self.pool.touch(block_id)
-        if taken:
-            self._store_event_to_blocks[taken[0]] = SimpleNamespace(
-                gpu_block_ids=taken, cpu_block_ids=taken
-            )
         return taken
 
 
-def planner(cached, free=0, cap=-1, room=100):
-    return LinkedPlanner(Pool(cached, free, cap), Tier(room))
+def planner(cached, **more):
+    return planner_of(cached, kind=LinkedPlanner, **more)
 
 
 def test_the_walk_follows_links_from_the_oldest_block():
@@ -57,13 +50,13 @@ def test_the_walk_follows_links_from_the_oldest_block():
     assert planner(cached=2).walk() == [1, 2]
 
 
-def test_a_walk_begins_at_the_head_each_time():
+def test_a_raised_target_ends_with_its_step():
     lazy = planner(cached=8)
-    assert lazy.walk() == [1, 2, 3, 4]
+    assert match(lazy, tokens=200, hit=112) == (None, False)
+    assert lazy.walk() == [1, 2, 3, 4, 5, 6, 7]
+    assert lazy._target_free == 4
+    assert not lazy.order.full
     assert lazy._cursor is None
-    lazy.copies_end()
-    lazy.pool.evict_blocks({1, 2, 3, 4})
-    assert lazy.walk() == [5, 6, 7, 8]
 
 
 def test_only_what_the_connector_looked_at_was_offered():
@@ -193,17 +186,17 @@ def test_what_is_being_stored_is_not_stored_again():
     stored = SimpleNamespace(get_one_block=lambda key: "row" if key == "done" else None, pop=max)
     pool = SimpleNamespace(
         cached_block_hash_to_block=stored,
-        blocks=[SimpleNamespace(block_hash=name) for name in ("a", "b", "c")],
+        blocks=[SimpleNamespace(block_hash=name) for name in "abcd"],
     )
-    transfer = SimpleNamespace(cpu_block_ids=[0, 2])
-    eager = SimpleNamespace(cpu_block_pool=pool, _store_event_to_blocks={7: transfer})
+    transfers = {n: SimpleNamespace(cpu_block_ids=ids) for n, ids in enumerate(([0, 1], [3]))}
+    eager = SimpleNamespace(cpu_block_pool=pool, _store_event_to_blocks=transfers)
 
     def prepare(scheduler_output):
         known = pool.cached_block_hash_to_block
         assert known.pop is max
-        return [key for key in ("a", "b", "c", "done") if known.get_one_block(key) is None]
+        return [key for key in (*"abcd", "done") if known.get_one_block(key) is None]
 
-    assert legacy.around_eager_stores(prepare, eager, ({},), {}) == ["b"]
+    assert legacy.around_eager_stores(prepare, eager, ({},), {}) == ["c"]
     assert pool.cached_block_hash_to_block is stored
 
 

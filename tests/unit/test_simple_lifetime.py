@@ -136,14 +136,23 @@ def worker(kind="FullAttentionSpec", capacity=480, blocks=10):
     return SimpleNamespace(kv_cache_config=plan, cpu_capacity_bytes=capacity, num_cpu_blocks=blocks)
 
 
+def register(one, memory=None):
+    """Let vLLM register what it is given, or other memory."""
+
+    def itself(caches):
+        one.gpu_kv_caches = memory or caches
+
+    registration.around_register(itself, one, ("caches",), {})
+
+
 def test_every_region_is_registered_by_itself(plan_of, found):  # noqa: F811
     plan_of(10)
     one = worker()
-    registration.around_register(
-        lambda caches: setattr(one, "gpu_kv_caches", caches), one, ("caches",), {}
-    )
+    register(one)
     assert one.gpu_kv_caches == {"region0": found.regions[0], "region1": found.regions[1]}
     assert found.asked == [("caches", [["a"], ["b"]], 8)]
+    plan_of(1)
+    register(worker(capacity=47, blocks=1))  # a tier smaller than a block has one
 
 
 @pytest.mark.parametrize(
@@ -158,18 +167,8 @@ def test_every_region_is_registered_by_itself(plan_of, found):  # noqa: F811
 def test_a_registration_that_does_not_fit(plan_of, found, one, code):  # noqa: F811
     plan_of(10)
     with pytest.raises(Refusal, match=code):
-        registration.around_register(
-            lambda caches: setattr(one, "gpu_kv_caches", caches), one, ("caches",), {}
-        )
+        register(one)
     assert hasattr(one, "gpu_kv_caches") is (one.num_cpu_blocks == 11)
-
-
-def test_a_tier_smaller_than_a_block_has_one(plan_of, found):  # noqa: F811
-    plan_of(1)
-    one = worker(capacity=47, blocks=1)
-    registration.around_register(
-        lambda caches: setattr(one, "gpu_kv_caches", caches), one, ("caches",), {}
-    )
 
 
 @pytest.mark.parametrize(
@@ -184,30 +183,19 @@ def test_a_tier_smaller_than_a_block_has_one(plan_of, found):  # noqa: F811
 )
 def test_what_vllm_registers_is_what_was_found(plan_of, found, registered):  # noqa: F811
     plan_of(10)
-    one = worker()
-
-    def register(caches):
-        one.gpu_kv_caches = {
-            str(address): Region(address=address, shape=shape) for address, shape in registered
-        }
-
+    memory = {str(address): Region(address=address, shape=shape) for address, shape in registered}
     with pytest.raises(Refusal, match="KVP410"):
-        registration.around_register(register, one, ("caches",), {})
+        register(worker(), memory)
 
 
-def test_one_region_outside_is_enough_to_refuse(plan_of, monkeypatch):  # noqa: F811
+@pytest.mark.parametrize("outside", [0, 1])
+def test_one_region_outside_is_enough_to_refuse(plan_of, monkeypatch, outside):  # noqa: F811
     plan_of(1)
     monkeypatch.setattr(registration, "on_kvcached", lambda region: region.inside)
     one = SimpleNamespace(kv_cache_config=APART, cpu_capacity_bytes=32, num_cpu_blocks=1)
-    for outside in (0, 1):
-
-        def register(kv_caches, outside=outside):
-            one.gpu_kv_caches = {
-                n: SimpleNamespace(shape=(8, 16), inside=n != outside) for n in range(2)
-            }
-
-        with pytest.raises(Refusal, match="KVP410"):
-            registration.around_register_placed(register, one, ({},), {})
+    one.gpu_kv_caches = {n: SimpleNamespace(shape=(8, 16), inside=n != outside) for n in range(2)}
+    with pytest.raises(Refusal, match="KVP410"):
+        registration.around_register_placed(lambda caches: None, one, ({},), {})
 
 
 def test_a_placed_plan_is_checked_for_its_kinds_and_its_tier(plan_of, monkeypatch):  # noqa: F811

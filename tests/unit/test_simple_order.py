@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-from test_simple_eviction import Planner, Pool, Tier, match, planner
+from test_simple_eviction import Pool, match, planner
 
 from kvpatch.patches.simple_offload import eviction
 
@@ -77,11 +77,6 @@ def test_a_victim_that_is_stored_already_is_not_stored_twice():
     assert lazy.walk() == [2]
 
 
-def test_a_part_of_a_block_takes_a_whole_one():
-    assert match(planner(cached=8, free=1), tokens=17) == (None, False)
-    assert match(planner(cached=8, free=1), tokens=16) == (0, False)
-
-
 def test_one_block_without_a_copy_is_enough_to_wait_for():
     lazy = planner(cached=8)
     lazy.cpu_block_pool.has = ["h1", "h3"]
@@ -115,49 +110,33 @@ def test_a_full_tier_is_waited_for_while_a_copy_is_in_flight():
     assert match(lazy, tokens=64) == (0, False)
 
 
-def test_a_prompt_needs_its_blocks_in_every_group():
-    pool, tier = Pool(cached=8, free=3), Tier()
-
-    class TwoGroups(Planner):
-        def __init__(self):
-            super().__init__(pool, tier)
-
-    one = TwoGroups()
-    one.cpu_kv_cache_config.kv_cache_groups.append(
-        SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=32))
-    )
-    eviction.around_bind(lambda pool: None, one, (pool,), {})
-    one.order = eviction.order_of(one)
-    assert match(one, tokens=32) == (0, False)  # two and one
-    assert match(one, tokens=33) == (None, False)  # three and two
-    assert one._target_free == 5
-    one.order.end_step()
-    assert one._target_free == 4
-
-
-def test_ranks_of_a_context_share_its_blocks():
-    pool, tier = Pool(cached=8, free=1), Tier()
-
-    class Parallel(Planner):
-        cp_world_size = 2
-
-    assert match(Parallel(pool, tier), tokens=32) == (0, False)
-
-    class Alone(Planner):
-        cp_world_size = 1
-
-    assert match(Alone(Pool(cached=8, free=1), tier), tokens=32) == (None, False)
+@pytest.mark.parametrize(
+    ("given", "tokens", "waits"),
+    [
+        ({"free": 1}, 16, False),
+        ({"free": 1}, 17, True),  # a part of a block takes a whole one
+        ({"free": 4}, 500, False),  # a prompt computes at most a batch at a time
+        ({"free": 3}, 500, True),
+        ({"free": 1, "ranks": 2}, 32, False),  # ranks of a context share its blocks
+        ({"free": 1}, 32, True),
+        ({"free": 1, "ranks": None}, 17, True),
+        ({"free": 3, "sizes": (16, 32)}, 32, False),  # two in one group and one in the other
+        ({"free": 3, "sizes": (16, 32)}, 33, True),  # three and two
+        ({"room": 0}, 16, False),  # a tier without room has no copy to wait for
+        ({"room": 0}, 48, False),
+    ],
+)
+def test_a_prompt_waits_if_it_evicts_a_block(given, tokens, waits):
+    assert match(planner(cached=8, **given), tokens) == ((None, False) if waits else (0, False))
 
 
-def test_a_target_is_never_lowered_by_a_prompt():
-    lazy = planner(cached=8)
-    assert match(lazy, tokens=16) == (None, False)
+@pytest.mark.parametrize(("tokens", "raised"), [(16, 4), (33, 5)])
+def test_a_target_is_raised_for_a_prompt_and_its_step_and_never_lowered(tokens, raised):
+    lazy = planner(cached=8, sizes=(16, 32))
+    assert match(lazy, tokens) == (None, False)
+    assert lazy._target_free == raised
+    lazy.order.end_step()
     assert lazy._target_free == 4
-
-
-def test_a_prompt_computes_at_most_a_batch_at_a_time():
-    assert match(planner(cached=8, free=4), tokens=500) == (0, False)
-    assert match(planner(cached=8, free=3), tokens=500) == (None, False)
 
 
 def test_what_is_computed_already_needs_no_blocks():
@@ -182,14 +161,16 @@ def test_a_prompt_that_vllm_defers_itself_stays_deferred():
 
 @pytest.mark.parametrize("hit", [(0, False), (32, True), (None, False)])
 def test_eager_mode_is_vllms_own(hit):
-    eager = SimpleNamespace(_lazy_mode=False)
-    eviction.around_bind(lambda pool: None, eager, (object(),), {})
+    eager, bound = SimpleNamespace(_lazy_mode=False), []
+    eviction.around_bind(bound.append, eager, ("pool",), {})
+    assert bound == ["pool"]
     assert eviction.order_of(eager) is None
     assert eviction.around_match(lambda *both: hit, eager, (object(), 0), {}) == hit
     assert eviction.around_lazy_stores(lambda *args: args, eager, (1,), {}) == (1,)
     stored = []
     eviction.around_stored(stored.append, eager, ([1, 2],), {})
     assert stored == [[1, 2]]
+    assert eviction.around_free(lambda *args: args, Pool(cached=1), (1,), {}) == (1,)
 
 
 def test_a_walk_that_fails_ends_its_step():
@@ -199,22 +180,6 @@ def test_a_walk_that_fails_ends_its_step():
         eviction.around_lazy_stores(lambda: 1 / 0, lazy, (), {})
     assert not lazy.order.full
     assert lazy._target_free == 4
-
-
-def test_a_free_that_fails_restores_the_cap():
-    lazy = planner(cached=4, cap=2)
-    with pytest.raises(ZeroDivisionError):
-        eviction.around_free(lambda: 1 / 0, lazy.pool, (), {})
-    assert lazy.pool.max_cached_blocks == 2
-    assert eviction.around_free(lambda *args: ("freed", *args), lazy.pool, (1,), {}) == ("freed", 1)
-
-
-def test_blocks_go_back_to_the_head_only_if_they_are_evictable():
-    lazy = planner(cached=5)
-    lazy.pool.touch(2)
-    lazy.order.put_back([3, 2, 5])
-    assert list(lazy.pool._evictable_blocks) == [3, 5, 1, 4]
-    assert lazy.order.evictable.offered == {3, 5}
 
 
 def test_a_block_with_a_copy_was_offered_too():
@@ -231,20 +196,3 @@ def test_blocks_of_every_store_in_flight_count():
     for stored in ([1, 2, 3, 4], [5, 6, 7, 8], []):
         lazy._target_free = 8 if stored[:1] != [1] else 4
         assert lazy.walk() == stored
-
-
-def test_up_to_0_22_there_is_no_parallel_context():
-    class Older(Planner):
-        @property
-        def cp_world_size(self):
-            raise AttributeError
-
-    assert match(Older(Pool(cached=8, free=1), Tier()), tokens=17) == (None, False)
-
-
-def test_vllm_binds_its_pool_before_and_eager_mode_frees_as_it_does():
-    bound = []
-    eviction.around_bind(bound.append, SimpleNamespace(_lazy_mode=False), ("pool",), {})
-    assert bound == ["pool"]
-    pool = Pool(cached=1)
-    assert eviction.around_free(lambda *args: ("freed", *args), pool, (1,), {}) == ("freed", 1)

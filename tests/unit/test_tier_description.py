@@ -1,13 +1,17 @@
 """What the files of a secondary tier are named after: all ranks, weights and layers."""
 
+import gc
+import weakref
 from types import SimpleNamespace
 
 import pytest
-from fakes import module
+from fakes import module, transfer
+from test_tier_identity import mapper
 
 from kvpatch import state
 from kvpatch.patches.offloading.registration import Rows
 from kvpatch.patches.secondary_tiers import fingerprint, shared_memory
+from kvpatch.patches.secondary_tiers.weights import Weights
 
 
 class Cache:
@@ -180,24 +184,21 @@ def test_what_drafts_without_a_model_has_no_blocks(worker, owner):
 
 
 class Core:
-    """An ``EngineCore`` with workers that describe themselves."""
+    """An ``EngineCore`` with workers that describe themselves, and map files."""
 
     def __init__(self, *said, tiers=True):
-        extra = {"spec_name": "TieringOffloadingSpec", "secondary_tiers": [{}] if tiers else []}
+        extra = {"spec_name": "TieringOffloadingSpec", "secondary_tiers": [{}] * tiers}
         self.vllm_config = SimpleNamespace(
-            kv_transfer_config=SimpleNamespace(
-                kv_connector="OffloadingConnector",
-                kv_connector_module_path=None,
-                kv_connector_extra_config=extra,
-            )
+            kv_transfer_config=transfer("OffloadingConnector", **extra)
         )
         self.asked = []
         self.said = said
+        self.files = [{"an id": (1, number)} for number in range(len(said))]
         self.model_executor = SimpleNamespace(collective_rpc=self.rpc)
 
     def rpc(self, method):
         self.asked.append(method)
-        return list(self.said)
+        return self.files if method is shared_memory.files else list(self.said)
 
     def digest(self):
         assert fingerprint.around_kv_caches(lambda *args: args, self, (1,), {}) == (1,)
@@ -207,7 +208,7 @@ class Core:
 @pytest.fixture(autouse=True)
 def nothing_described(monkeypatch):
     monkeypatch.setattr(fingerprint, "_described", None)
-    monkeypatch.setattr(fingerprint, "_weights", None, raising=False)
+    monkeypatch.setattr(fingerprint, "_weights", None)
     monkeypatch.setattr(shared_memory, "_of_workers", [])
 
 
@@ -227,9 +228,11 @@ def test_every_ranks_description_counts():
 
 def test_an_engine_without_tiers_asks_nobody_and_forgets_another_engines_description():
     assert Core({"weights": "a"}).digest() is not None
+    assert shared_memory._of_workers == [{"an id": (1, 0)}]  # what the scheduler may map
     without = Core({"weights": "a"}, tiers=False)
     assert without.digest() is None
-    assert without.asked == []
+    assert without.asked == shared_memory._of_workers == []
+    assert fingerprint._weights is None
 
 
 def test_a_description_of_an_engine_that_failed_is_not_the_next_ones():
@@ -239,30 +242,30 @@ def test_a_description_of_an_engine_that_failed_is_not_the_next_ones():
     assert fingerprint._described is None
 
 
-class Mapper:
-    """vLLM's ``FileMapper``, as far as its folder's name goes."""
-
-    rank = 0
-
-    def __init__(self, root, agnostic):
-        self.agnostic = agnostic
-        self.fields = {"model": "m"}
-        self.base_path = self._compute_base_path(root, self.fields)
-
-    def _compute_base_path(self, root, fields):
-        return f"{root}/{'_'.join(map(str, fields.values()))}"
+def test_a_deleted_engine_is_not_kept():
+    core = Core({})
+    core.digest()
+    kept = weakref.ref(core)
+    del core
+    gc.collect()
+    assert kept() is None
 
 
-def test_the_description_is_part_of_the_folders_name(monkeypatch, tmp_path):
-    def make(root_dir, spec=None, parallel_agnostic=True):
-        assert spec == "spec"
-        return Mapper(root_dir, parallel_agnostic)
-
-    monkeypatch.setattr(fingerprint, "_described", "digest")
-    mapper = fingerprint.around_file_mapper(make, None, (str(tmp_path),), {"spec": "spec"})
-    assert mapper.agnostic is False  # ranks never share a folder
-    assert mapper.fields["kvpatch_memory"] == "digest"
-    assert mapper.base_path.startswith(f"{tmp_path}/m_digest")
+def test_replaced_weights_have_a_folder_of_their_own(tmp_path):
+    core = Core({"weights": "old"})
+    core.digest()
+    one = mapper(tmp_path)
+    weights = state.find(one, Weights)
+    assert weights is state.find(core, Weights) is not None
+    old = one.base_path
+    assert weights.usable()
+    core.said = [{"weights": "new"}]
+    weights.touched = True
+    weights.reset()
+    assert weights.usable()
+    assert one.base_path != old
+    Core({"weights": "new"}).digest()
+    assert mapper(tmp_path).base_path == one.base_path
 
 
 @pytest.mark.parametrize(("kind", "platform"), [("cpu", "a machine AVX512"), ("cuda", "a machine")])
@@ -288,14 +291,9 @@ def test_dimensions_of_one_are_no_part_of_a_layout():
 
 def test_tiers_of_one_of_two_connectors_are_enough():
     one = Core({"weights": "a"})
-    transfer = one.vllm_config.kv_transfer_config
     inside = [
         {"kv_connector": "SimpleCPUOffloadConnector"},
-        {
-            "kv_connector": "OffloadingConnector",
-            "kv_connector_extra_config": transfer.kv_connector_extra_config,
-        },
+        vars(one.vllm_config.kv_transfer_config),
     ]
-    transfer.kv_connector = "MultiConnector"
-    transfer.kv_connector_extra_config = {"connectors": inside}
+    one.vllm_config.kv_transfer_config = transfer("MultiConnector", connectors=inside)
     assert one.digest() is not None

@@ -1,20 +1,21 @@
 """Every call of a tier to the disk made to fail in turn: a fault is a miss and nothing else."""
 
 import errno
-import mmap
 import os
 import sys
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+import test_tier_files
 from fakes import raising
+from test_tier_files import SIZE
 
 from kvpatch.patches.secondary_tiers import block_files
-from kvpatch.patches.secondary_tiers.block_files import load_blocks, own_folder, store_blocks, sweep
+from kvpatch.patches.secondary_tiers.block_files import own_folder, sweep
 
-SIZE = mmap.PAGESIZE
-BLOCKS = 3
+CONTENTS = [b"1", b"2", b"3"]
+BLOCKS = len(CONTENTS)
 CALLS = ("open", "writev", "readv", "close", "fstat", "rename", "replace", "unlink", "mkdir")
 ERRORS = (errno.EIO, errno.ENOSPC, errno.EACCES, errno.EROFS, errno.ENOENT, errno.ESTALE)
 
@@ -55,43 +56,24 @@ class Disk:
         self.failing, self.done = number, done
 
 
-@pytest.fixture
-def memory():
-    with mmap.mmap(-1, BLOCKS * SIZE) as room:
-        yield room
-
-
 @pytest.fixture(params=ERRORS, ids=errno.errorcode.get)
 def disk(request, monkeypatch):
     return Disk(monkeypatch, request.param)
-
-
-def contents(number):
-    return bytes([number + 1]) * SIZE
 
 
 def names(folder):
     return [str(folder / f"layout_r0/00{n}/00_g0/{n}.bin") for n in range(BLOCKS)]
 
 
-def store(memory, folder):
-    memory[:] = b"".join(contents(number) for number in range(BLOCKS))
-    with memoryview(memory) as view:
-        store_blocks(names(folder), view, [n * SIZE for n in range(BLOCKS)], SIZE, False)
+def store(folder):
+    test_tier_files.store(names(folder), CONTENTS)
 
 
-def load(memory, folder):
+def load(folder):
     """Load all blocks; how many came, each of which is what was stored."""
-    memory[:] = bytes(len(memory))
-    came = BLOCKS
-    try:
-        with memoryview(memory) as view:
-            load_blocks(names(folder), view, [n * SIZE for n in range(BLOCKS)], SIZE, False)
-    except OSError as error:
-        came = error.num_succeeded
-    for number in range(came):
-        assert memory[number * SIZE : (number + 1) * SIZE] == contents(number)
-    return came
+    came, _ = test_tier_files.loaded(names(folder))
+    assert came == CONTENTS[: len(came)]
+    return len(came)
 
 
 def calls_of(disk, act):
@@ -102,49 +84,49 @@ def calls_of(disk, act):
 
 @CALLS_OF_PATHS
 @pytest.mark.parametrize("done", [False, True], ids=["without effect", "with its effect"])
-def test_a_store_that_fails_at_any_call_leaves_nothing_wrong(disk, memory, tmp_path, done):
-    count = calls_of(disk, lambda: store(memory, tmp_path / "0"))
+def test_a_store_that_fails_at_any_call_leaves_nothing_wrong(disk, tmp_path, done):
+    count = calls_of(disk, lambda: store(tmp_path / "0"))
     assert {"open", "writev", "close", "mkdir"} <= set(disk.calls)
     assert count > 4 * BLOCKS
     for number in range(1, count + 1):
         folder = tmp_path / str(number)
         disk.fail(number, done)
         with suppress(OSError):
-            store(memory, folder)
+            store(folder)
         disk.fail(0, False)
-        load(memory, folder)  # what is there is right
+        load(folder)  # what is there is right
         for file in folder.rglob("*"):  # and nothing is there in part
             assert file.is_dir() or file.suffix == ".bin", (number, file)
-        store(memory, folder)
-        assert load(memory, folder) == BLOCKS
+        store(folder)
+        assert load(folder) == BLOCKS
 
 
 @pytest.mark.parametrize("done", [False, True], ids=["without effect", "with its effect"])
-def test_a_load_that_fails_at_any_call_is_a_miss(disk, memory, tmp_path, done):
-    store(memory, tmp_path)
-    count = calls_of(disk, lambda: load(memory, tmp_path))
+def test_a_load_that_fails_at_any_call_is_a_miss(disk, tmp_path, done):
+    store(tmp_path)
+    count = calls_of(disk, lambda: load(tmp_path))
     assert count == 4 * BLOCKS
     for number in range(1, count + 1):
         disk.fail(number, done)
-        assert load(memory, tmp_path) == (number - 1) // 4
+        assert load(tmp_path) == (number - 1) // 4
         disk.fail(0, False)
-        store(memory, tmp_path)
-        assert load(memory, tmp_path) == BLOCKS
+        store(tmp_path)
+        assert load(tmp_path) == BLOCKS
 
 
-def test_a_damaged_file_that_cannot_be_removed_is_a_miss(disk, memory, tmp_path):
-    store(memory, tmp_path)
+def test_a_damaged_file_that_cannot_be_removed_is_a_miss(disk, tmp_path):
+    store(tmp_path)
     os.truncate(names(tmp_path)[1], SIZE)
-    count = calls_of(disk, lambda: load(memory, tmp_path))
-    store(memory, tmp_path)
+    count = calls_of(disk, lambda: load(tmp_path))
+    store(tmp_path)
     for number in range(1, count + 1):
         os.truncate(names(tmp_path)[1], SIZE)
         disk.fail(number, False)
-        assert load(memory, tmp_path) <= 1
+        assert load(tmp_path) <= 1
         disk.fail(0, False)
-        assert load(memory, tmp_path) <= 1
-        store(memory, tmp_path)
-        assert load(memory, tmp_path) == BLOCKS
+        assert load(tmp_path) <= 1
+        store(tmp_path)
+        assert load(tmp_path) == BLOCKS
 
 
 @CALLS_OF_PATHS
@@ -170,11 +152,13 @@ def test_files_that_nobody_writes_any_more_are_swept(tmp_path):
         os.utime(folder / name, (then, then))
     (tmp_path / "block.bin").touch()
     os.utime(tmp_path / "block.bin", (0, 0))
+    (folder / "link").symlink_to(tmp_path / "block.bin")  # itself it is new
     assert sweep(tmp_path) == 1
-    assert {file.name for file in tmp_path.rglob("*") if file.is_file()} == {"new", "block.bin"}
+    left = {file.name for file in tmp_path.rglob("*") if file.is_file()}
+    assert left == {"new", "link", "block.bin"}
 
 
-def test_a_block_is_never_seen_in_part(memory, tmp_path, monkeypatch):
+def test_a_block_is_never_seen_in_part(tmp_path, monkeypatch):
     """While a file is written it has another name, in another folder."""
     seen = []
     writev = os.writev
@@ -184,29 +168,19 @@ def test_a_block_is_never_seen_in_part(memory, tmp_path, monkeypatch):
         return writev(file, parts)
 
     monkeypatch.setattr(os, "writev", watched)
-    store(memory, tmp_path)
+    store(tmp_path)
     assert [(len(whole), partial) for whole, partial in seen] == [(n, 1) for n in range(BLOCKS)]
     assert list((tmp_path / "layout_r0/tmp").iterdir()) == []
 
 
-def test_every_block_is_an_answer_of_the_disk(memory, tmp_path, monkeypatch):
+def test_every_block_is_an_answer_of_the_disk(tmp_path, monkeypatch):
     """A job of many blocks on a slow disk takes longer than the disk may be silent."""
     answers = []
     monkeypatch.setattr(block_files, "progressed", lambda size: answers.append(len(answers)))
     for act in (store, load, store):  # the last finds all files there
-        act(memory, tmp_path)
+        act(tmp_path)
         assert len(answers) == BLOCKS
         answers.clear()
-
-
-def test_a_folder_is_made_for_this_user_only(tmp_path):
-    before = os.umask(0)
-    try:
-        own_folder(tmp_path / "root/layout_r0")
-        own_folder(tmp_path / "root/layout_r0")
-    finally:
-        os.umask(before)
-    assert (tmp_path / "root/layout_r0").stat().st_mode & 0o777 == 0o700
 
 
 @pytest.mark.parametrize("mode", [0o701, 0o710, 0o770, 0o777, 0o1777, 0o750])
@@ -233,27 +207,17 @@ def test_a_folder_of_another_user_is_none_of_ours(tmp_path, monkeypatch):
         own_folder(tmp_path / "layout_r0")
 
 
-def stolen(file):
-    """Move a file aside, as another user may who can write to the folder."""
-    return file.rename(file.parents[3] / "stolen")
+@contextmanager
+def link(file, monkeypatch):
+    """To the file itself, which another user has moved who can write to the folder."""
+    file.symlink_to(file.rename(file.parents[3] / "moved"))
+    yield
 
 
-def test_a_link_in_the_place_of_a_file_is_a_miss_and_is_removed(memory, tmp_path):
-    store(memory, tmp_path)
-    file = Path(names(tmp_path)[1])
-    kept = stolen(file)
-    file.symlink_to(kept)
-    assert load(memory, tmp_path) == 1
-    assert not file.is_symlink()
-    assert kept.exists()
-
-
-def test_a_file_of_another_user_is_a_miss_whatever_its_checksum(memory, tmp_path, monkeypatch):
-    """A checksum over a name that everybody knows proves no author."""
-    store(memory, tmp_path)
-    file = Path(names(tmp_path)[1])
-    there = file.stat()
-    fstat = os.fstat
+@contextmanager
+def file_of_another_user(file, monkeypatch):
+    """Whatever its checksum: one over a name that everybody knows proves no author."""
+    there, fstat = file.stat(), os.fstat
 
     def whose(descriptor):
         found = fstat(descriptor)
@@ -261,57 +225,51 @@ def test_a_file_of_another_user_is_a_miss_whatever_its_checksum(memory, tmp_path
             return found
         return os.stat_result((*found[:4], 4711, *found[5:]))
 
-    monkeypatch.setattr(os, "fstat", whose)
-    assert load(memory, tmp_path) == 1
-    assert not file.exists()
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fstat", whose)
+        yield
 
 
-def test_a_folder_in_the_place_of_a_file_is_a_miss(memory, tmp_path):
-    store(memory, tmp_path)
-    file = Path(names(tmp_path)[1])
-    file.unlink()
-    file.mkdir()
-    assert load(memory, tmp_path) == 1
-    store(memory, tmp_path)
-    assert load(memory, tmp_path) == 1
-
-
-def test_a_pipe_in_the_place_of_a_file_is_a_miss_whatever_comes_out_of_it(memory, tmp_path):
-    store(memory, tmp_path)
-    file = Path(names(tmp_path)[1])
+@contextmanager
+def pipe(file, monkeypatch):
+    """Out of which comes what was stored."""
     stored = file.read_bytes()
     file.unlink()
     os.mkfifo(file, 0o600)
-    pipe = os.open(file, os.O_RDWR)
-    try:
-        assert os.write(pipe, stored) == len(stored)
-        assert load(memory, tmp_path) == 1
-    finally:
-        os.close(pipe)
-    assert not file.exists()
-    store(memory, tmp_path)
-    assert load(memory, tmp_path) == BLOCKS
+    end = os.open(file, os.O_RDWR)
+    assert os.write(end, stored) == len(stored)
+    yield
+    os.close(end)
 
 
-def test_a_dangling_link_is_not_written_through(memory, tmp_path):
+@pytest.mark.parametrize("other", [link, file_of_another_user, pipe])
+def test_what_is_no_file_of_ours_is_a_miss_and_is_removed(tmp_path, monkeypatch, other):
+    store(tmp_path)
+    file = Path(names(tmp_path)[1])
+    with other(file, monkeypatch):
+        assert load(tmp_path) == 1
+        assert not os.path.lexists(file)
+    assert other is not link or (tmp_path / "moved").exists()
+    store(tmp_path)
+    assert load(tmp_path) == BLOCKS
+
+
+def test_a_folder_in_the_place_of_a_file_is_a_miss(tmp_path):
+    store(tmp_path)
+    file = Path(names(tmp_path)[1])
+    file.unlink()
+    file.mkdir()
+    for _ in range(2):
+        assert load(tmp_path) == 1
+        store(tmp_path)
+
+
+def test_a_dangling_link_is_not_written_through(tmp_path):
     file = Path(names(tmp_path)[0])
     file.parent.mkdir(parents=True)
     file.symlink_to(tmp_path / "target")
-    store(memory, tmp_path)
+    store(tmp_path)
     assert not (tmp_path / "target").exists()
-    assert load(memory, tmp_path) == 0
-    store(memory, tmp_path)
-    assert load(memory, tmp_path) == BLOCKS
-
-
-def test_files_in_folders_that_exist_are_private_too(memory, tmp_path):
-    """Each is opened by the first of two calls, with a mode of its own."""
-    before = os.umask(0)
-    try:
-        for _ in range(2):
-            store(memory, tmp_path)
-            for file in tmp_path.rglob("*.bin"):
-                assert file.stat().st_mode & 0o777 == 0o600
-                file.unlink()
-    finally:
-        os.umask(before)
+    assert load(tmp_path) == 0
+    store(tmp_path)
+    assert load(tmp_path) == BLOCKS

@@ -7,12 +7,12 @@ import dataclasses
 import enum
 import json
 import os
-import sys
 from contextlib import nullcontext
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fakes import module
 
 from kvpatch import state
 from kvpatch.patches.secondary_tiers import fingerprint
@@ -194,7 +194,7 @@ def mapper(root):
         assert (root_dir, spec, parallel_agnostic) == (str(root), "spec", False)
         return Mapper()
 
-    return fingerprint.around_file_mapper(make, None, (str(root), "spec"), {})
+    return fingerprint.around_file_mapper(make, None, (str(root),), {"spec": "spec"})
 
 
 @pytest.fixture
@@ -290,13 +290,11 @@ def torch(monkeypatch):
         def manual_seed(self, seed):
             return f"seed {seed}"
 
-    module = ModuleType("torch")
-    vars(module).update(
-        Generator=Generator,
-        randn=lambda *size, generator: Random(size, generator),
-        inference_mode=nullcontext,
-    )
-    monkeypatch.setitem(sys.modules, "torch", module)
+    def randn(*size, generator):
+        return Random(size, generator)
+
+    of_torch = {"Generator": Generator, "randn": randn, "inference_mode": nullcontext}
+    module(monkeypatch, "torch", **of_torch)
     monkeypatch.setattr(fingerprint, "Samples", Recorder)
 
 

@@ -1,7 +1,6 @@
 """A tier that has a size: the oldest files go first, whoever shares the folder or is killed."""
 
 import errno
-import mmap
 import multiprocessing
 import os
 import signal
@@ -11,22 +10,17 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import test_tier_files
+from test_tier_files import SIZE
 
 from kvpatch.cli.status import disk_line
 from kvpatch.doctor import tiers as doctor
 from kvpatch.patches.metrics import tiers
 from kvpatch.patches.secondary_tiers import capacity
-from kvpatch.patches.secondary_tiers.block_files import (
-    ABANDONED,
-    SEAL,
-    load_blocks,
-    noted_in,
-    store_blocks,
-)
+from kvpatch.patches.secondary_tiers.block_files import ABANDONED, SEAL, noted_in
 from kvpatch.patches.secondary_tiers.capacity import Folder, Full, ledger_of, size_of
 from kvpatch.telemetry import schema
 
-SIZE = mmap.PAGESIZE
 FILE = SIZE + SEAL
 LAYOUT = "layout_r0"
 
@@ -40,19 +34,19 @@ def of(root, files, **more):
     return Folder(str(root), files * FILE, 10, **more)
 
 
+def content(number):
+    return bytes([number % 251])
+
+
 def store(folder, *numbers):
-    with mmap.mmap(-1, SIZE) as room, memoryview(room) as view:
-        for number in numbers:
-            view[:] = bytes([number % 251]) * SIZE
-            with noted_in(folder):
-                store_blocks([path(folder.root, number)], view, [0], SIZE, False)
+    for number in numbers:
+        with noted_in(folder):
+            test_tier_files.store([path(folder.root, number)], [content(number)])
 
 
 def load(folder, number):
-    with mmap.mmap(-1, SIZE) as room, memoryview(room) as view:
-        with noted_in(folder):
-            load_blocks([path(folder.root, number)], view, [0], SIZE, False)
-        assert bytes(view) == bytes([number % 251]) * SIZE
+    with noted_in(folder):
+        assert test_tier_files.load([path(folder.root, number)]) == [content(number)]
 
 
 def kept(root):

@@ -49,11 +49,17 @@ class Engine:
         return self.weights.usable()
 
 
+@pytest.fixture
+def engine():
+    """One that has had a request."""
+    made = Engine()
+    assert made.request()
+    return made
+
+
 @pytest.mark.parametrize("by_name", [False, True])
-def test_new_weights_after_a_reset_have_a_folder_of_their_own(by_name):
+def test_new_weights_after_a_reset_have_a_folder_of_their_own(engine, by_name):
     """Sleep level 2: vLLM resets its caches first, and the weights are loaded afterwards."""
-    engine = Engine()
-    assert engine.request()
     engine.reset(by_name=by_name)
     engine.replace("new")
     assert engine.folders == []  # the workers are asked when the weights are all there
@@ -74,10 +80,8 @@ def test_a_request_for_which_no_tier_is_asked_uses_the_caches_too():
 
 @pytest.mark.parametrize("used", [False, True])
 @pytest.mark.parametrize("by_name", [False, True])
-def test_a_reset_after_the_weights_were_replaced_is_as_good(used, by_name):
+def test_a_reset_after_the_weights_were_replaced_is_as_good(engine, used, by_name):
     """Also for an engine whose tiers were out of use since."""
-    engine = Engine()
-    assert engine.request()
     engine.replace("new")
     if used:
         assert not engine.request()
@@ -86,9 +90,7 @@ def test_a_reset_after_the_weights_were_replaced_is_as_good(used, by_name):
     assert engine.folders == ["new"]
 
 
-def test_without_a_reset_tiers_are_not_used_until_there_is_one(warned):
-    engine = Engine()
-    assert engine.request()
+def test_without_a_reset_tiers_are_not_used_until_there_is_one(engine, warned):
     engine.replace("new")
     assert not engine.request()
     engine.replace("old")  # the caches have blocks of both by now
@@ -101,9 +103,7 @@ def test_without_a_reset_tiers_are_not_used_until_there_is_one(warned):
 
 
 @pytest.mark.parametrize("given", [{"done": False}, {"connector": False}])
-def test_a_reset_that_left_blocks_does_not_count(warned, given):
-    engine = Engine()
-    assert engine.request()
+def test_a_reset_that_left_blocks_does_not_count(engine, warned, given):
     engine.reset(**given)
     engine.replace("new")
     assert not engine.request()
@@ -111,9 +111,7 @@ def test_a_reset_that_left_blocks_does_not_count(warned, given):
 
 
 @pytest.mark.parametrize("args", [(), (True,)])
-def test_a_reset_by_its_defaults_is_none_of_the_connector(args):
-    engine = Engine()
-    assert engine.request()
+def test_a_reset_by_its_defaults_is_none_of_the_connector(engine, args):
     assert around_reset(lambda *args: True, engine.core, args, {}) is True
     assert engine.weights.used
 
@@ -129,9 +127,10 @@ def test_a_reset_by_its_defaults_is_none_of_the_connector(args):
     ],
 )
 @pytest.mark.parametrize("tiers", [True, False])
-def test_the_first_reset_after_a_call_to_the_workers_is_of_the_connector_too(args, kwargs, tiers):
+def test_the_first_reset_after_a_call_to_the_workers_is_of_the_connector_too(
+    engine, args, kwargs, tiers
+):
     """Without it blocks of the old weights would be loaded from the primary tier."""
-    engine = Engine()
     core = engine.core if tiers else SimpleNamespace()
     seen = []
 
@@ -139,7 +138,6 @@ def test_the_first_reset_after_a_call_to_the_workers_is_of_the_connector_too(arg
         seen.append((reset_running_requests, reset_connector))
         return len(seen) > 1  # the first one fails: a request runs
 
-    assert engine.request()
     around_call(lambda method: None, core, ("reload_weights",), {})
     for _ in range(3):
         around_reset(reset, core, args, kwargs)
@@ -210,9 +208,7 @@ def test_tiers_are_used_together_or_not_at_all(at):
     assert weights.usable(tiers) is False
 
 
-def test_while_tiers_are_not_used_the_workers_are_not_asked_again():
-    engine = Engine()
-    assert engine.request()
+def test_while_tiers_are_not_used_the_workers_are_not_asked_again(engine):
     for now in ("new", "newer", "newest"):
         engine.replace(now)
         assert not engine.request()

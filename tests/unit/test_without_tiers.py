@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+from fakes import transfer
 
 from kvpatch import patches, state
 from kvpatch.patch import WITH_SLEEP, WITH_TIERS, load
@@ -17,15 +18,6 @@ ROWS = [one for one in EVERY if one.only_with == WITH_TIERS]
 CALLED = {one.id: one.wrapper for one in ROWS if not one.target.startswith(OF_TIERS)}
 
 
-def config(**extra):
-    transfer = SimpleNamespace(
-        kv_connector="OffloadingConnector",
-        kv_connector_module_path=None,
-        kv_connector_extra_config=extra,
-    )
-    return SimpleNamespace(kv_transfer_config=transfer)
-
-
 class Core(SimpleNamespace):
     """An engine core, a planner and what they have without tiers."""
 
@@ -33,7 +25,9 @@ class Core(SimpleNamespace):
         request = SimpleNamespace(request_id="1", num_preemptions=0)
         status = SimpleNamespace(req_context=SimpleNamespace())
         super().__init__(
-            vllm_config=config(cpu_bytes_to_use=1 << 30),
+            vllm_config=SimpleNamespace(
+                kv_transfer_config=transfer("OffloadingConnector", cpu_bytes_to_use=1 << 30)
+            ),
             model_executor=SimpleNamespace(),  # asked nothing
             manager=SimpleNamespace(),
             _req_status={"1": status},
