@@ -1,7 +1,7 @@
 """A worker's set-up that fails, and what is asked of kvcached when an allocation fails."""
 
 import threading
-from contextlib import suppress
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -55,14 +55,10 @@ def test_what_was_given_stays(manager):
     assert manager.seen == ["new", *once, *once]
 
 
-def test_what_no_room_was_found_for_is_taken_back(manager):
-    assert allocate(manager, None, REQUEST, 32) is None
-    assert manager.seen == ["new", "begin one", "allocate", "rollback", "end"]
-
-
-def test_so_is_what_an_error_left(manager):
-    with pytest.raises(ValueError, match="no pages"):
-        allocate(manager, ValueError("no pages"), REQUEST, 32)
+@pytest.mark.parametrize("result", [None, ValueError("no pages")], ids=["no room", "an error"])
+def test_what_no_room_was_found_for_is_taken_back_and_so_is_what_an_error_left(manager, result):
+    with pytest.raises(ValueError, match="no pages") if result else nullcontext():
+        assert allocate(manager, result, REQUEST, 32) is None
     assert manager.seen == ["new", "begin one", "allocate", "rollback", "end"]
 
 
@@ -79,13 +75,14 @@ SENTENCE = (
     "with OSError: [Errno 98] Address already in use; fix that error, or set KVPATCH=0. [KVP403]"
 )
 IN_USE = OSError(98, "Address already in use")
+WORKER = {"is_worker": True}
 
 
 def test_a_worker_whose_set_up_fails_is_refused():
     set_up(is_worker=True)
-    for arguments in ((0, 1, 0, True), ()):
+    for arguments, named in (((0, 1, 0, True), {}), ((), WORKER), ((0, 1, 0), WORKER)):
         with pytest.raises(Refusal) as refused:
-            set_up(*arguments, error=IN_USE, **({} if arguments else {"is_worker": True}))
+            set_up(*arguments, error=IN_USE, **named)
         assert str(refused.value) == SENTENCE
         assert refused.value.__cause__ is IN_USE
 
@@ -108,8 +105,9 @@ def test_a_set_up_whose_error_kvcached_only_logs(monkeypatch, error, sentence):
     monkeypatch.setattr(allocation, "_setup_error", None)
 
     def runner():
-        with suppress(Exception):
+        with pytest.raises(type(error)) as raised:  # for kvcached to log
             allocation.remember_setup_error(raising(error), None, (), {})
+        assert raised.value is error
 
     with pytest.raises(Refusal) as refused:
         allocation.require_setup(runner, None, (), {})
@@ -148,17 +146,6 @@ def test_in_synchronous_scheduling_kvcacheds_own_wait_is_left_to_it():
 
 def test_a_coordinator_is_passed_on():
     assert allocation.require_coordinator(lambda: "made", None, (), {}) == "made"
-
-
-def test_what_kvcached_is_to_log_reaches_it(monkeypatch):
-    monkeypatch.setattr(allocation, "_setup_error", None)
-    with pytest.raises(OSError, match="in use"):
-        allocation.remember_setup_error(raising(IN_USE), None, (), {})
-
-
-def test_a_worker_that_is_named_as_one_after_three_arguments():
-    with pytest.raises(Refusal):
-        set_up(0, 1, 0, error=IN_USE, is_worker=True)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from fakes import module, raising, transfer
+from fakes import SQUATS, module, raising, transfer
 
 from kvpatch import claims, private, state
 from kvpatch.patches.elastic_memory import ipc_name, pool
@@ -358,28 +358,20 @@ def test_a_pool_that_kvpatch_named_goes_with_its_engine(shm, monkeypatch):
     assert not (shm / "chat").exists()
 
 
-@pytest.mark.parametrize("squat", ["file", "link", "fifo", "second name"])
+@pytest.mark.parametrize("squat", ["file", *SQUATS])
 def test_a_squatted_pool_is_a_refusal_that_names_it(shm, squat, other_user):
-    path = shm / "chat"
+    path, other = shm / "chat", shm / "elsewhere"
+    other.touch(0o600)
     if squat == "file":
         path.write_bytes(b"x" * 24)
         other_user()
         fault = f"belongs to {private.user(os.getuid())}"
-    elif squat == "link":
-        (shm / "elsewhere").touch()
-        path.symlink_to(shm / "elsewhere")
-        fault = "is a link instead of a file"
-    elif squat == "fifo":
-        os.mkfifo(path)
-        fault = "is a special file instead of a file"
     else:
-        (shm / "elsewhere").touch(0o600)
-        path.hardlink_to(shm / "elsewhere")
-        fault = "has a second name (a hard link)"
+        make, fault = SQUATS[squat]
+        make(path, other)
     with refused("KVP416", f"{path} {fault}, because its owner could", "KVCACHED_IPC_NAME"):
         pool.make("chat")
-    if squat == "link":
-        assert (shm / "elsewhere").read_bytes() == b""
+    assert other.read_bytes() == b""
 
 
 def tier(engine_id="one", core=None, start=lambda config: "started"):

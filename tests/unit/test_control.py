@@ -121,14 +121,11 @@ def test_the_status_page_is_written_before_a_verb_is_answered(engine, monkeypatc
         assert (verb().phase, pages[-1:]) == (phase, [phase])
 
 
-def test_a_plan_changes_nothing(engine):
+def test_a_plan_changes_nothing_and_says_what_would_be_lost(engine):
     plan = control.find("chat-pool").plan()
     assert (plan.phase, plan.resident, plan.lost) == ("runs", 12, 0)
     assert plan.sentence == "12 of 12 blocks would be kept"
     assert engine.world.suspension.phase.value == "runs"
-
-
-def test_a_plan_says_what_would_be_lost(engine):
     engine.world.tier.room = 10
     plan = control.find("chat-pool").plan()
     assert plan.sentence == (

@@ -5,7 +5,7 @@ import re
 from types import SimpleNamespace
 
 import pytest
-from fakes import module, raising
+from fakes import module, raising, transfer
 from suspend_world import Pause, Scheduler, worlds
 
 from kvpatch import admitted, state
@@ -230,12 +230,8 @@ def test_what_is_no_time(text):
 
 
 def config_with(connector, **extra):
-    transfer = None
-    if connector is not None:
-        transfer = SimpleNamespace(
-            kv_connector=connector, kv_connector_module_path=None, kv_connector_extra_config=extra
-        )
-    return SimpleNamespace(kv_transfer_config=transfer, cache_config=SimpleNamespace(block_size=32))
+    told = None if connector is None else transfer(connector, **extra)
+    return SimpleNamespace(kv_transfer_config=told, cache_config=SimpleNamespace(block_size=32))
 
 
 def refused(config, release="0.32.0", idle="30s"):
