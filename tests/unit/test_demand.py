@@ -135,18 +135,14 @@ def test_without_its_controller_an_engine_takes_what_it_was_told_to(engine, cloc
     assert engine.manager.limit == 3 * PAGE, "once"
 
 
-def test_a_controller_that_says_no_more_leaves_the_limit(engine, clock):
+@pytest.mark.parametrize("by", ["a controller that says no more", "an operator"])
+def test_a_limit_outlives_the_controller(engine, clock, by):
     looked_at(engine, alone=5 * PAGE)
-    looked_at(engine)
-    engine.suspension.limit(2 * PAGE, 1)
-    clock.now += 20
-    engine.suspension.advance()
-    assert engine.manager.limit == 2 * PAGE
-
-
-def test_a_limit_of_an_operator_outlives_the_controller(engine, clock):
-    looked_at(engine, alone=5 * PAGE)
-    engine.suspension.limit(2 * PAGE)
+    if by == "an operator":
+        engine.suspension.limit(2 * PAGE)
+    else:
+        looked_at(engine)
+        engine.suspension.limit(2 * PAGE, 1)
     clock.now += 20
     engine.suspension.advance()
     assert engine.manager.limit == 2 * PAGE
