@@ -234,10 +234,7 @@ def test_the_lock_is_a_folders(shm, kind):
 def test_a_claim_whose_file_cannot_be_removed_is_released_nevertheless(monkeypatch):
     claim = claims.take("pool", "chat")
     copy = os.dup(claim._file)  # as a forked worker has it
-
-    def fails(home, lock):
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
+    fails = raising(OSError(errno.EMFILE, os.strerror(errno.EMFILE)))
     with monkeypatch.context() as many_files_open:
         many_files_open.setattr(private, "alone", fails)
         claim.release()

@@ -82,15 +82,9 @@ def refused(code, said, remedy=""):
     assert remedy in refusal.value.remedy
 
 
-def start(core=None, fails=None):
+def start(core=None, wrapped=lambda: "started"):
     """Start an engine, as far as its name goes."""
     core = core or EngineCore()
-
-    def wrapped():
-        if fails:
-            raise fails
-        return "started"
-
     assert ipc_name.around_engine_start(wrapped, core, (), {}) == "started"
     return core
 
@@ -270,7 +264,7 @@ def test_a_forked_child_neither_gives_a_name_back_nor_keeps_a_released_one(shm):
 def test_a_start_that_failed_gives_the_name_back(shm):
     """The error keeps the engine alive, as IPython's last error and pytest's do."""
     with pytest.raises(MemoryError) as kept:
-        start(fails=MemoryError("CUDA out of memory"))
+        start(wrapped=raising(MemoryError("CUDA out of memory")))
     core = start()
     assert kept.value
     with pytest.raises(Refusal) as refusal:
@@ -332,6 +326,8 @@ def test_the_pool_is_there_with_its_memory_and_closed_before_kvcached_opens_it(s
     status = (shm / "chat").stat()
     assert stat.S_IMODE(status.st_mode) == 0o600
     assert (status.st_size, status.st_blocks > 0) == (24, True)
+    start()
+    assert os.path.samestat(status, (shm / "chat").stat()), "one that was closed stays"
 
 
 def test_a_pool_that_others_could_open_is_made_anew(shm):
@@ -342,13 +338,6 @@ def test_a_pool_that_others_could_open_is_made_anew(shm):
         start()
         assert not os.path.samestat(os.fstat(opened_by_another.fileno()), (shm / "chat").stat())
     assert stat.S_IMODE((shm / "chat").stat().st_mode) == 0o600
-
-
-def test_a_pool_that_was_closed_stays(shm):
-    start()
-    before = (shm / "chat").stat()
-    start()
-    assert os.path.samestat(before, (shm / "chat").stat())
 
 
 def test_a_pool_that_kvpatch_named_goes_with_its_engine(shm, monkeypatch):

@@ -606,13 +606,6 @@ def test_without_engines_the_list_is_empty(capsys):
     assert capsys.readouterr().out == "no engine of this user listens\n"
 
 
-def test_a_question_reaches_an_engine_through_vllms_queue():
-    engine = SimpleNamespace(input_queue=queue.Queue())
-    question = Question({"verb": "resume"})
-    server.hand_over(engine, question)
-    assert engine.input_queue.get_nowait() == (b"wake", question)
-
-
 def test_a_data_parallel_server_is_asked_by_the_names_of_its_engines(monkeypatch):
     names = ["chat", "code-dp0", "code-dp1", "last-dp3", "chat-dp0x", "qwen2-5-dp0"]
     known = [client.Engine(Path(name), {"name": name, "models": ["model"]}) for name in names]

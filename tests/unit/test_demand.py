@@ -4,7 +4,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from fakes import module
+from fakes import module, raising
 from suspend_world import MOST, PAGE, worlds
 
 from kvpatch import admitted, environ
@@ -177,13 +177,8 @@ def test_a_device_has_the_name_of_its_makers_library(engine, monkeypatch):
     assert demands.device(engine) == "GPU-8, GPU-9", "in one order, whichever is the first rank"
 
 
-@pytest.mark.parametrize("answer_", ["", NotImplementedError("no such call")])
-def test_a_device_without_a_name_is_refused(answer_, engine, monkeypatch):
-    def uuid(rank):
-        if isinstance(answer_, Exception):
-            raise answer_
-        return str(answer_)
-
+@pytest.mark.parametrize("uuid", [lambda rank: "", raising(NotImplementedError("no such call"))])
+def test_a_device_without_a_name_is_refused(uuid, engine, monkeypatch):
     platform(monkeypatch, uuid)
     with pytest.raises(Cannot, match="vLLM does not know its device"):
         demands.device(engine)

@@ -175,9 +175,6 @@ def test_doctor_on_a_pool_without_engines(name):
 
 
 def test_doctor_on_a_pool_that_cannot_be_read(name, monkeypatch):
-    def foreign(home):
-        raise ledger.Foreign(home)
-
-    monkeypatch.setattr(ledger, "show", foreign)
+    monkeypatch.setattr(ledger, "show", raising(ledger.Foreign(ledger.home(name))))
     (found,) = doctor.check({HOST_POOL.name: f"8MiB@{name}"})
     assert found.level is Level.PROBLEM

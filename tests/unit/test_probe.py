@@ -158,15 +158,11 @@ def test_what_happens_to_a_page_under_a_copy_is_told_whatever_it_is():
     answer = questions.unmapped(of_pages := Device(), 2)
     assert answer.right
     assert answer.words.endswith("the bytes were right")
-    of_pages.synchronize = refusing
+    of_pages.synchronize = raising(Refused("the stream failed"))
     of_pages.mapped.clear()
     answer = questions.unmapped(of_pages, 2)
     assert answer.right
     assert "synchronize: the stream failed" in answer.words
-
-
-def refusing(stream):
-    raise Refused("the stream failed")
 
 
 @pytest.mark.parametrize("error", [Refused("no such call"), OSError("no library"), KeyError(1)])
