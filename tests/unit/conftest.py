@@ -8,9 +8,12 @@ from pathlib import Path
 import packaging
 import pytest
 import wrapt
+from suspend_world import worlds
 
 from kvpatch import claims
 from kvpatch.logs import log
+
+__all__ = ["worlds"]
 
 ROOT = Path(__file__).parents[2]
 

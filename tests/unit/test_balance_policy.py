@@ -163,7 +163,6 @@ def test_a_priority_counts_for_prefixes():
 
 
 WAITS = engine("a", 500, needs=5000, waiting=9)
-IN_NEED = {"needs": 5000, "waiting": 9}
 
 
 @pytest.mark.parametrize(
@@ -175,7 +174,7 @@ IN_NEED = {"needs": 5000, "waiting": 9}
         # a ceiling is kept though memory is free,
         ((WAITS, engine("b", 100, 50)), {"a": Terms(ceiling=600 * MIB)}, {"a": 600}),
         # and nobody gets more than it started with.
-        ((engine("a", 300, most=400, **IN_NEED), engine("b", 100, 50)), {}, {"a": 400}),
+        ((engine("a", 300, most=400, needs=5000, waiting=9), engine("b", 100, 50)), {}, {"a": 400}),
     ],
     ids=["floor", "one request", "ceiling", "at its start"],
 )

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 from fakes import module, raising
-from suspend_world import PAGE, worlds
+from suspend_world import PAGE
 
 from kvpatch import balance, claims, cli, control, private, state
 from kvpatch.balance.options import Options
@@ -29,8 +29,6 @@ from kvpatch.process import start_ticks
 from kvpatch.telemetry import publisher, reader
 from kvpatch.telemetry.counters import Totals
 from kvpatch.upstream import kvcached_api
-
-__all__ = ["worlds"]
 
 
 @pytest.fixture(autouse=True)

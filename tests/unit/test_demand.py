@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 from fakes import module, raising
-from suspend_world import MOST, PAGE, worlds
+from suspend_world import MOST, PAGE
 
 from kvpatch import admitted, environ
 from kvpatch.environ import (
@@ -24,7 +24,6 @@ from kvpatch.refusal import Refusal
 from kvpatch.upstream import kvcached_api, requests
 from kvpatch.versions import Facts, Installed
 
-__all__ = ["worlds"]
 TOKENS = 16  # of a block; four blocks of 256 KiB are a page
 
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from fakes import raising
-from suspend_world import BLOCKS, MOST, PAGE, Shares, worlds
+from suspend_world import BLOCKS, MOST, PAGE, Shares
 from suspend_world import filled as full
 
 from kvpatch import state
@@ -18,8 +18,6 @@ from kvpatch.patches.suspend.spill import cached
 from kvpatch.patches.suspend.suspension import Phase
 from kvpatch.patches.suspend.watch import Look, Watch
 from kvpatch.upstream import kvcached_limits
-
-__all__ = ["worlds"]
 
 
 def filled(worlds, **options):

@@ -5,15 +5,13 @@ from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
-from suspend_world import PAGE, filled, worlds
+from suspend_world import PAGE, filled
 
 from kvpatch import state
 from kvpatch.patches.host_device import weights
 from kvpatch.patches.secondary_tiers.weights import Calls
 from kvpatch.patches.sleep import asleep
 from kvpatch.patches.suspend.suspension import Phase, Suspension
-
-__all__ = ["worlds"]
 
 
 class Sleeper:

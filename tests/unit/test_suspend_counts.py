@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-from suspend_world import BLOCKS, MOST, PAGE, Store, filled, worlds
+from suspend_world import BLOCKS, MOST, PAGE, Store, filled
 from test_suspend_chunks import pool_of
 
 from kvpatch import state
@@ -15,8 +15,6 @@ from kvpatch.patches.suspend.suspension import Phase
 from kvpatch.patches.suspend.told import first_limit_bytes
 from kvpatch.telemetry.series import Sender
 from kvpatch.telemetry.suspended import expected, of
-
-__all__ = ["worlds"]
 
 NONE = {"suspend": 0, "limit": 0, "idle": 0}
 

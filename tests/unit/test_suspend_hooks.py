@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from fakes import module, raising, transfer
-from suspend_world import Pause, Scheduler, worlds
+from suspend_world import Pause, Scheduler
 
 from kvpatch import admitted, state
 from kvpatch.environ import HOST_POOL, duration
@@ -20,8 +20,6 @@ from kvpatch.patches.suspend.suspension import Cannot, Suspension
 from kvpatch.patches.suspend.watch import Look
 from kvpatch.status import record
 from kvpatch.versions import Facts, Installed
-
-__all__ = ["worlds"]
 
 
 class OffloadingConnector(SimpleNamespace):

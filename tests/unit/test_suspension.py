@@ -2,7 +2,7 @@
 
 import pytest
 from fakes import module, raising
-from suspend_world import BLOCKS, MOST, PAGE, Pause, Status, worlds
+from suspend_world import BLOCKS, MOST, PAGE, Pause, Status
 
 from kvpatch import state
 from kvpatch.patches.secondary_tiers.weights import Calls
@@ -10,8 +10,6 @@ from kvpatch.patches.suspend.server import Question
 from kvpatch.patches.suspend.suspension import Cannot, Phase
 from kvpatch.patches.suspend.watch import Look
 from kvpatch.upstream import kvcached_api
-
-__all__ = ["worlds"]
 
 
 def filled(worlds, **options):
