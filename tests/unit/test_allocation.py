@@ -118,7 +118,8 @@ def test_what_went_well_is_passed_on(monkeypatch):
     """A runner after one that failed, in the same process, is not refused for it."""
     monkeypatch.setattr(allocation, "_setup_error", IN_USE)
     assert allocation.remember_setup_error(lambda: "set up", None, (), {}) == "set up"
-    assert allocation.require_setup(lambda: "made", None, (), {}) == "made"
+    for require in (allocation.require_setup, allocation.require_coordinator):
+        assert require(lambda: "made", None, (), {}) == "made"
 
 
 @pytest.mark.parametrize("reserved", [False, True], ids=["before block 0", "after it"])
@@ -142,10 +143,6 @@ def test_a_request_waits_for_block_0_without_the_lock_that_reserves_it(reserved)
 def test_in_synchronous_scheduling_kvcacheds_own_wait_is_left_to_it():
     manager = SimpleNamespace(_lock=SimpleNamespace(), _post_init_done=threading.Event())
     assert reservation.around_wait(lambda: "its own", manager, (), {}) == "its own"
-
-
-def test_a_coordinator_is_passed_on():
-    assert allocation.require_coordinator(lambda: "made", None, (), {}) == "made"
 
 
 @pytest.mark.parametrize(

@@ -169,12 +169,9 @@ def test_doctor_counts_engines(engine, name):
     assert "started with 8 MiB" in found.what
 
 
-def test_doctor_on_a_pool_without_engines(name):
+def test_doctor_on_a_pool_without_engines_and_on_one_that_cannot_be_read(name, monkeypatch):
     (found,) = doctor.check({HOST_POOL.name: f"8MiB@{name}"})
     assert found.what == "no engine is in the pool of 8 MiB"
-
-
-def test_doctor_on_a_pool_that_cannot_be_read(name, monkeypatch):
     monkeypatch.setattr(ledger, "show", raising(ledger.Foreign(ledger.home(name))))
     (found,) = doctor.check({HOST_POOL.name: f"8MiB@{name}"})
     assert found.level is Level.PROBLEM
