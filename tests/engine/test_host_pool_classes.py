@@ -13,13 +13,12 @@ import torch
 
 from harness.engines import pool_classes
 from harness.engines.pool_classes import InPool
-from kvpatch import claims, state
 from kvpatch.environ import HOST_DEVICE, HOST_DEVICE_DIR, HOST_POOL, HOST_POOL_FLOOR
 from kvpatch.hostdevice import ledger as device_ledger
 from kvpatch.patch import Transaction
 from kvpatch.patches import host_copies
 from kvpatch.patches.elastic_memory.regions import Regions
-from kvpatch.patches.host_pool import engine, presence, region
+from kvpatch.patches.host_pool import engine, presence
 from kvpatch.patches.offloading.registration import canonical
 from kvpatch.pool import ledger, member
 from kvpatch.pool.keeper import Keeper
@@ -484,11 +483,6 @@ def test_an_extent_that_is_larger_than_the_pool_is_refused(size, started, monkey
     finally:
         for path in (*presence.home().iterdir(), *Path("/dev/shm").glob("vllm_offload_test-*")):
             path.unlink()
-
-
-def test_a_region_of_an_engine_without_a_part_is_no_pools(started):
-    assert Path("/dev/shm") == claims.BASE
-    assert state.find(object(), region.Shared) is None
 
 
 def test_a_worker_in_a_process_of_its_own_has_the_same_extents(pool):

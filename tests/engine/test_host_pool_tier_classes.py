@@ -176,11 +176,8 @@ def test_a_pool_that_is_full_is_waited_for_no_longer_than_it_may_grow(tiers, poo
     assert one.kernel() <= EXTENT
 
 
-def test_what_a_disk_stores_from_stays_until_it_has(tiers, pool, held, monkeypatch):
-    monkeypatch.setattr(block_files, "seal", held.before(block_files.seal))
-    one = tiers()
-    one.store(1, 2)
-    assert held.began.wait(60)
+def stays_until_it_has(one, pool, held):
+    """Blocks 1 and 2, which the disk has in its hands, are there until it has ended."""
     assert ledger.set_limit(pool, 1)
     one.turn(3)
     assert one.kernel() == EXTENT
@@ -192,6 +189,14 @@ def test_what_a_disk_stores_from_stays_until_it_has(tiers, pool, held, monkeypat
     assert ledger.set_limit(pool, 64 * EXTENT)
     one.turn()
     assert one.find(1, 2) == [1, 2]
+
+
+def test_what_a_disk_stores_from_stays_until_it_has(tiers, pool, held, monkeypatch):
+    monkeypatch.setattr(block_files, "seal", held.before(block_files.seal))
+    one = tiers()
+    one.store(1, 2)
+    assert held.began.wait(60)
+    stays_until_it_has(one, pool, held)
 
 
 def test_what_a_disk_promotes_into_stays_until_it_has(tiers, pool, held, monkeypatch):
@@ -206,16 +211,7 @@ def test_what_a_disk_promotes_into_stays_until_it_has(tiers, pool, held, monkeyp
     while not held.began.is_set():
         assert one.answered(context, (1, 2)) is None
         one.step()
-    assert ledger.set_limit(pool, 1)
-    one.turn(3)
-    assert one.kernel() == EXTENT
-    held.go_on.set()
-    one.rest()
-    one.turn(2)
-    assert one.kernel() == 0
-    assert ledger.set_limit(pool, 64 * EXTENT)
-    one.turn()
-    assert one.find(1, 2) == [1, 2]
+    stays_until_it_has(one, pool, held)
 
 
 def test_a_store_that_completes_where_memory_has_to_go_reaches_the_disk(tiers, pool):

@@ -142,21 +142,6 @@ def test_a_forked_child_leaves_its_parents_memory_alone(own):
     )
 
 
-@pytest.mark.parametrize("size", ["", "2", "lots", "2XB", "-1GiB"])
-def test_a_size_that_is_none_is_named(monkeypatch, size):
-    monkeypatch.setenv(HOST_DEVICE.name, size)
-    with pytest.raises(ValueError, match="is not a size"):
-        ledger.device_size()
-
-
-@pytest.mark.parametrize(
-    ("size", "mib"), [("2GiB", 2048), ("0.5GiB", 512), ("513MiB", 512), ("4194304", 4)]
-)
-def test_sizes_are_whole_pages(monkeypatch, size, mib):
-    monkeypatch.setenv(HOST_DEVICE.name, size)
-    assert ledger.device_size() == mib * MIB
-
-
 def test_copies_are_launched_before_they_run_and_run_in_order(own):
     stream = Stream("test")
     ran: list[int] = []

@@ -25,7 +25,7 @@ RESETS = (
     "offloading.computed_tokens",
 )
 RESET_OF_WINDOWS = "fence.window_blocks_of_reset"
-TIER_RESETS = Version("0.22") <= RELEASE  # the connector can be reset
+RESETTABLE = pytest.mark.skipif(Version("0.22") > RELEASE, reason="no reset of the connector")
 NAMED = Version("0.25") <= RELEASE  # vLLM names the requests that a reset preempts
 
 
@@ -127,8 +127,12 @@ class Planner:
         return self.real.build_connector_meta(output)
 
 
-def test_a_request_is_loaded_in_the_step_that_names_it_as_preempted(rows):
-    planner = Planner()
+@pytest.fixture
+def planner():
+    return Planner()
+
+
+def test_a_request_is_loaded_in_the_step_that_names_it_as_preempted(planner, rows):
     if not NAMED:
         planner.reset_requests()
     load = planner.job(store=False)
@@ -138,15 +142,13 @@ def test_a_request_is_loaded_in_the_step_that_names_it_as_preempted(rows):
     assert planner.status.transfer_jobs == {load}, "its end is still to be reported"
 
 
-def test_the_stores_of_a_preempted_request_are_waited_for(rows):
-    planner = Planner()
+def test_the_stores_of_a_preempted_request_are_waited_for(planner, rows):
     stores = {planner.job(store=True), planner.job(store=True)}
     assert planner.step(preempted=("one",)).jobs_to_flush == stores
     assert planner.status.transfer_jobs == stores
 
 
-def test_a_load_of_an_earlier_step_is_no_surprise_that_is_passed_over(rows):
-    planner = Planner()
+def test_a_load_of_an_earlier_step_is_no_surprise_that_is_passed_over(planner, rows):
     load = planner.job(store=False)
     planner.step()
     with pytest.raises(AssertionError):
@@ -154,19 +156,16 @@ def test_a_load_of_an_earlier_step_is_no_surprise_that_is_passed_over(rows):
     assert planner.status.transfer_jobs == {load}
 
 
-def test_without_the_row_such_a_load_ends_the_engine(rows):
+def test_without_the_row_such_a_load_ends_the_engine(rows, planner):
     for name in applied(rows, "offloading.preempted_loads"):
         rows.revert(name)
-        planner = Planner()
         planner.job(store=False)
         with pytest.raises(AssertionError):
             planner.step(preempted=("one",))
 
 
-def test_two_resets_before_a_step_reset_the_tier_twice(rows):
-    if not TIER_RESETS:
-        return
-    planner = Planner()
+@RESETTABLE
+def test_two_resets_before_a_step_reset_the_tier_twice(rows, planner):
     jobs = {planner.job(store=True), planner.job(store=True)}
     for _ in range(3):
         planner.real.reset_cache()
@@ -176,10 +175,8 @@ def test_two_resets_before_a_step_reset_the_tier_twice(rows):
     assert not planner.step().jobs_to_flush
 
 
-def test_a_reset_forgets_the_copies_of_requests(rows):
-    if not TIER_RESETS:
-        return
-    planner = Planner()
+@RESETTABLE
+def test_a_reset_forgets_the_copies_of_requests(rows, planner):
     store = planner.job(store=True)
     planner.real.reset_cache()
     assert planner.status.transfer_jobs == set()
@@ -187,10 +184,8 @@ def test_a_reset_forgets_the_copies_of_requests(rows):
 
 
 @pytest.mark.parametrize("left", ["a load", "a flush"])
-def test_a_reset_while_a_step_is_scheduled_fails_as_before(rows, left):
-    if not TIER_RESETS:
-        return
-    planner = Planner()
+@RESETTABLE
+def test_a_reset_while_a_step_is_scheduled_fails_as_before(rows, planner, left):
     if left == "a load":
         planner.job(store=False)
     else:
@@ -202,12 +197,10 @@ def test_a_reset_while_a_step_is_scheduled_fails_as_before(rows, left):
     assert planner.real._current_batch_jobs_to_flush == waits_for
 
 
-def test_without_the_row_a_second_reset_leaves_the_tier_as_it_was(rows):
-    if not TIER_RESETS:
-        return
+@RESETTABLE
+def test_without_the_row_a_second_reset_leaves_the_tier_as_it_was(rows, planner):
     (name,) = applied(rows, *RESETS[1:3])
     rows.revert(name)
-    planner = Planner()
     planner.job(store=True)
     planner.real.reset_cache()
     with pytest.raises(AssertionError):
@@ -215,21 +208,19 @@ def test_without_the_row_a_second_reset_leaves_the_tier_as_it_was(rows):
     assert planner.real.manager.resets == 1
 
 
-def test_without_the_row_before_0_26_a_reset_ends_the_engine(rows):
+def test_without_the_row_before_0_26_a_reset_ends_the_engine(rows, planner):
     for name in applied(rows, "offloading.reset_with_jobs"):
         rows.revert(name)
-        planner = Planner()
         planner.job(store=True)
         planner.real.reset_cache()
         with pytest.raises(KeyError):
             planner.step(preempted=("one",))
 
 
-def test_the_stores_of_a_request_that_a_reset_preempts_are_waited_for(rows):
+def test_the_stores_of_a_request_that_a_reset_preempts_are_waited_for(rows, planner):
     if NAMED:
         assert not applied(rows, *RESETS[3:])
         return
-    planner = Planner()
     stores = {planner.job(store=True), planner.job(store=True)}
     planner.reset_requests()
     assert planner.step().jobs_to_flush == stores
@@ -237,10 +228,9 @@ def test_the_stores_of_a_request_that_a_reset_preempts_are_waited_for(rows):
     assert not planner.step().jobs_to_flush, "it is named once"
 
 
-def test_without_the_rows_its_blocks_are_written_while_they_are_stored(rows):
+def test_without_the_rows_its_blocks_are_written_while_they_are_stored(rows, planner):
     for name in applied(rows, *RESETS[3:5]):
         rows.revert(name)
-        planner = Planner()
         planner.job(store=True)
         planner.reset_requests()
         assert not planner.step().jobs_to_flush
@@ -261,50 +251,45 @@ def look_up(planner):
     return answer
 
 
-def test_a_preempted_request_is_loaded_when_its_stores_have_ended(rows):
+def test_a_preempted_request_is_loaded_when_its_stores_have_ended(rows, planner):
     if Version("0.24") <= RELEASE:
         assert not applied(rows, "offloading.lookup"), "vLLM waits by itself"
         return
-    planner = Planner()
     store = planner.job(store=True)
     assert look_up(planner) == (None, False)
     planner.status.transfer_jobs.discard(store)
     assert look_up(planner) == (32, True)
 
 
-def test_a_new_request_is_looked_up_by_vllm(rows):
+def test_a_new_request_is_looked_up_by_vllm(rows, planner):
     # A new request is not known before vLLM looks it up, up to 0.22; later it was announced.
     if Version("0.23") <= RELEASE:
         return
-    planner = Planner()
     planner.real._req_status.clear()
     with pytest.raises(AttributeError, match="config"):  # vLLM makes its state from it
         look_up(planner)
 
 
-def test_without_the_row_it_is_loaded_while_it_is_stored(rows):
+def test_without_the_row_it_is_loaded_while_it_is_stored(rows, planner):
     if applied(rows, "offloading.lookup"):
         rows.revert("offloading.computed_tokens")  # of the same function, and above it
         rows.revert("offloading.lookup")
-        planner = Planner()
         planner.job(store=True)
         assert look_up(planner) == (32, True)
 
 
-def test_a_request_that_computes_every_token_loads_none(rows):
+def test_a_request_that_computes_every_token_loads_none(rows, planner):
     if not applied(rows, "offloading.computed_tokens"):
         return  # vLLM's own work, in other functions of later releases
-    planner = Planner()
     planner.request.skip_reading_prefix_cache = True
     answer, asynchronous = look_up(planner)
     assert answer == 0
     assert not asynchronous
 
 
-def test_without_the_row_it_loads_what_it_was_to_compute(rows):
+def test_without_the_row_it_loads_what_it_was_to_compute(rows, planner):
     for name in applied(rows, "offloading.computed_tokens"):
         rows.revert(name)
-        planner = Planner()
         planner.request.skip_reading_prefix_cache = True
         assert look_up(planner) == (32, True)
 

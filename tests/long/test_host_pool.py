@@ -5,8 +5,6 @@ A kind is a connector, what is around it or behind it, and a model.
 
 import json
 import subprocess
-import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +16,7 @@ from harness.engines.fixtures import MODEL_PAIRS, MODELS, PAIRS
 from harness.engines.oracle import PLAIN, assert_same, assert_same_round, cached
 from harness.engines.pools import TWO_RANKS, Pooled, agrees, is_gone, live, name_of, pool_of
 from harness.engines.runs import ALL, Run, block_bytes, python_of
+from harness.engines.serving import eventually
 from harness.engines.tiers import (
     APART,
     PATIENT,
@@ -37,7 +36,6 @@ NAME = name_of("")
 POOL = ((HOST_POOL.name, f"256MiB@{NAME}"),)  # extents of 4 MiB
 INSIDE = ("OffloadingConnector",)
 TRIES = 60
-Start = Callable[..., Pooled]
 
 # Their names are those of pools too, of letters alone.
 KINDS: dict[str, dict[str, Any]] = {
@@ -277,7 +275,8 @@ def test_the_memory_of_a_last_engine_that_is_killed_is_there_for_the_next(
         assert len(tiers) == 1
         assert len(users(tiers)) == (1 if ranks == 1 else 1 + ranks)
     one.kill()
-    until(lambda: ledger.show(ledger.home(name_of(name))) is None)  # nothing of it counts any more
+    folder = ledger.home(name_of(name))
+    assert eventually(lambda: ledger.show(folder) is None, 60), "something of it counts still"
     assert users(tiers) == set()
     following = start_in_pool(run, **more)
     begun = following.do("see")
@@ -338,12 +337,3 @@ def test_status_and_pool_show_what_an_engine_has(start_in_pool):
     assert shown_of(one)["limit"] == 8 * MIB
     assert tokens(one.do("round", "few")) == tokens(first)
     is_gone("shown", one)
-
-
-def until(true: Callable[[], bool]) -> None:
-    """Wait for what the kernel does."""
-    for _ in range(6000):
-        if true():
-            return
-        time.sleep(0.01)
-    raise AssertionError("it did not happen in a minute")

@@ -9,10 +9,13 @@ import packaging
 import pytest
 import wrapt
 from fakes import distribution, write
+from suspend_world import worlds
 
 from kvpatch import claims
 from kvpatch.environ import STATUS_DIR
 from kvpatch.logs import log
+
+__all__ = ["worlds"]
 
 ROOT = Path(__file__).parents[2]
 

@@ -1,9 +1,18 @@
 """Doubles that several tests use."""
 
+import os
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 from kvpatch.versions import Facts, Installed
+
+# What another user may have put in the place of a file, and the fault that is found with it.
+SQUATS = {
+    "link": (Path.symlink_to, "is a link instead of a file"),
+    "fifo": (lambda path, other: os.mkfifo(path), "is a special file instead of a file"),
+    "second name": (Path.hardlink_to, "has a second name (a hard link)"),
+}
 
 
 def raising(error):

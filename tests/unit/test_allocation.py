@@ -1,7 +1,7 @@
 """A worker's set-up that fails, and what is asked of kvcached when an allocation fails."""
 
 import threading
-from contextlib import suppress
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -55,14 +55,10 @@ def test_what_was_given_stays(manager):
     assert manager.seen == ["new", *once, *once]
 
 
-def test_what_no_room_was_found_for_is_taken_back(manager):
-    assert allocate(manager, None, REQUEST, 32) is None
-    assert manager.seen == ["new", "begin one", "allocate", "rollback", "end"]
-
-
-def test_so_is_what_an_error_left(manager):
-    with pytest.raises(ValueError, match="no pages"):
-        allocate(manager, ValueError("no pages"), REQUEST, 32)
+@pytest.mark.parametrize("result", [None, ValueError("no pages")], ids=["no room", "an error"])
+def test_what_no_room_was_found_for_is_taken_back_and_so_is_what_an_error_left(manager, result):
+    with pytest.raises(ValueError, match="no pages") if result else nullcontext():
+        assert allocate(manager, result, REQUEST, 32) is None
     assert manager.seen == ["new", "begin one", "allocate", "rollback", "end"]
 
 
@@ -79,13 +75,14 @@ SENTENCE = (
     "with OSError: [Errno 98] Address already in use; fix that error, or set KVPATCH=0. [KVP403]"
 )
 IN_USE = OSError(98, "Address already in use")
+WORKER = {"is_worker": True}
 
 
 def test_a_worker_whose_set_up_fails_is_refused():
     set_up(is_worker=True)
-    for arguments in ((0, 1, 0, True), ()):
+    for arguments, named in (((0, 1, 0, True), {}), ((), WORKER), ((0, 1, 0), WORKER)):
         with pytest.raises(Refusal) as refused:
-            set_up(*arguments, error=IN_USE, **({} if arguments else {"is_worker": True}))
+            set_up(*arguments, error=IN_USE, **named)
         assert str(refused.value) == SENTENCE
         assert refused.value.__cause__ is IN_USE
 
@@ -108,8 +105,9 @@ def test_a_set_up_whose_error_kvcached_only_logs(monkeypatch, error, sentence):
     monkeypatch.setattr(allocation, "_setup_error", None)
 
     def runner():
-        with suppress(Exception):
+        with pytest.raises(type(error)) as raised:  # for kvcached to log
             allocation.remember_setup_error(raising(error), None, (), {})
+        assert raised.value is error
 
     with pytest.raises(Refusal) as refused:
         allocation.require_setup(runner, None, (), {})
@@ -120,7 +118,8 @@ def test_what_went_well_is_passed_on(monkeypatch):
     """A runner after one that failed, in the same process, is not refused for it."""
     monkeypatch.setattr(allocation, "_setup_error", IN_USE)
     assert allocation.remember_setup_error(lambda: "set up", None, (), {}) == "set up"
-    assert allocation.require_setup(lambda: "made", None, (), {}) == "made"
+    for require in (allocation.require_setup, allocation.require_coordinator):
+        assert require(lambda: "made", None, (), {}) == "made"
 
 
 @pytest.mark.parametrize("reserved", [False, True], ids=["before block 0", "after it"])
@@ -144,21 +143,6 @@ def test_a_request_waits_for_block_0_without_the_lock_that_reserves_it(reserved)
 def test_in_synchronous_scheduling_kvcacheds_own_wait_is_left_to_it():
     manager = SimpleNamespace(_lock=SimpleNamespace(), _post_init_done=threading.Event())
     assert reservation.around_wait(lambda: "its own", manager, (), {}) == "its own"
-
-
-def test_a_coordinator_is_passed_on():
-    assert allocation.require_coordinator(lambda: "made", None, (), {}) == "made"
-
-
-def test_what_kvcached_is_to_log_reaches_it(monkeypatch):
-    monkeypatch.setattr(allocation, "_setup_error", None)
-    with pytest.raises(OSError, match="in use"):
-        allocation.remember_setup_error(raising(IN_USE), None, (), {})
-
-
-def test_a_worker_that_is_named_as_one_after_three_arguments():
-    with pytest.raises(Refusal):
-        set_up(0, 1, 0, error=IN_USE, is_worker=True)
 
 
 @pytest.mark.parametrize(

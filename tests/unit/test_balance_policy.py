@@ -163,7 +163,6 @@ def test_a_priority_counts_for_prefixes():
 
 
 WAITS = engine("a", 500, needs=5000, waiting=9)
-IN_NEED = {"needs": 5000, "waiting": 9}
 
 
 @pytest.mark.parametrize(
@@ -175,7 +174,7 @@ IN_NEED = {"needs": 5000, "waiting": 9}
         # a ceiling is kept though memory is free,
         ((WAITS, engine("b", 100, 50)), {"a": Terms(ceiling=600 * MIB)}, {"a": 600}),
         # and nobody gets more than it started with.
-        ((engine("a", 300, most=400, **IN_NEED), engine("b", 100, 50)), {}, {"a": 400}),
+        ((engine("a", 300, most=400, needs=5000, waiting=9), engine("b", 100, 50)), {}, {"a": 400}),
     ],
     ids=["floor", "one request", "ceiling", "at its start"],
 )
@@ -332,27 +331,23 @@ def granted(made, *engines, device=DEVICE):
     return {move.name: move.limit // MIB for move in found}
 
 
-def moved():
+@pytest.mark.parametrize(
+    ("engines", "raised"),
+    [
+        ((engine("a", 300), engine("b", 400)), {"a": 600}),
+        # What running requests still use is not promised to another.
+        ((engine("a", 300), engine("b", 400, 650)), {"a": 350}),
+        ((engine("a", 300), engine("b", 700)), {}),
+        # Who has ended or does not answer is not raised; a newcomer is counted.
+        ((engine("b", 400),), {}),
+        ((engine("a", 300, answers=False), engine("b", 400)), {}),
+        ((engine("a", 300), engine("b", 400), engine("c", 200)), {"a": 400}),
+    ],
+)
+def test_a_limit_is_raised_by_what_was_given(engines, raised):
     waits = engine("a", 300, needs=480, waiting=3, running=2)
-    return plan(waits, engine("b", 700), past=rated(a=0.0, b=9.0))
-
-
-def test_a_limit_is_raised_by_what_was_given():
-    assert granted(moved(), engine("a", 300), engine("b", 400)) == {"a": 600}
-
-
-def test_what_running_requests_still_use_is_not_promised_to_another():
-    assert granted(moved(), engine("a", 300), engine("b", 400, 650)) == {"a": 350}
-    assert granted(moved(), engine("a", 300), engine("b", 700)) == {}
-
-
-def test_who_has_ended_or_does_not_answer_is_not_raised():
-    assert granted(moved(), engine("b", 400)) == {}
-    assert granted(moved(), engine("a", 300, answers=False), engine("b", 400)) == {}
-
-
-def test_a_newcomer_between_the_two_steps_is_counted():
-    assert granted(moved(), engine("a", 300), engine("b", 400), engine("c", 200)) == {"a": 400}
+    made = plan(waits, engine("b", 700), past=rated(a=0.0, b=9.0))
+    assert granted(made, *engines) == raised
 
 
 def test_two_that_get_share_what_there_is():

@@ -111,13 +111,6 @@ def test_a_full_shm_has_no_room_for_a_claim(shm, monkeypatch):
     assert f"{claims.folder()} cannot be made" in str(refused.value)
 
 
-def test_the_user_after_the_last_of_a_range_of_user_ids(monkeypatch):
-    uid_map = "0 1000 1\n1 100000 65536\n"
-    monkeypatch.setattr(claims, "Path", lambda path: SimpleNamespace(read_text=lambda: uid_map))
-    monkeypatch.setattr(os, "geteuid", lambda: 1)
-    assert claims.folder().name == "kvpatch-claims-100000"
-
-
 def test_another_users_folder_is_looked_at_without_his_lock(shm, monkeypatch):
     """He may hold it for ever."""
     claim = claims.take("pool", "theirs")
@@ -241,10 +234,7 @@ def test_the_lock_is_a_folders(shm, kind):
 def test_a_claim_whose_file_cannot_be_removed_is_released_nevertheless(monkeypatch):
     claim = claims.take("pool", "chat")
     copy = os.dup(claim._file)  # as a forked worker has it
-
-    def fails(home, lock):
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
+    fails = raising(OSError(errno.EMFILE, os.strerror(errno.EMFILE)))
     with monkeypatch.context() as many_files_open:
         many_files_open.setattr(private, "alone", fails)
         claim.release()

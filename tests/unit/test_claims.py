@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from fakes import module, raising, transfer
+from fakes import SQUATS, module, raising, transfer
 
 from kvpatch import claims, private, state
 from kvpatch.patches.elastic_memory import ipc_name, pool
@@ -82,15 +82,9 @@ def refused(code, said, remedy=""):
     assert remedy in refusal.value.remedy
 
 
-def start(core=None, fails=None):
+def start(core=None, wrapped=lambda: "started"):
     """Start an engine, as far as its name goes."""
     core = core or EngineCore()
-
-    def wrapped():
-        if fails:
-            raise fails
-        return "started"
-
     assert ipc_name.around_engine_start(wrapped, core, (), {}) == "started"
     return core
 
@@ -255,8 +249,9 @@ def test_a_container_with_its_own_users_has_the_same_folder(shm, monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     uid_map = "         0       1000          1\n         1     100000      65536\n"
     assert claims.folder().name == "kvpatch-claims-1000"
-    monkeypatch.setattr(os, "geteuid", lambda: 33)
-    assert claims.folder().name == "kvpatch-claims-100032"
+    for user, outer in ((1, 100000), (33, 100032)):
+        monkeypatch.setattr(os, "geteuid", lambda user=user: user)
+        assert claims.folder().name == f"kvpatch-claims-{outer}"
     uid_map = "         0          0 4294967295\n"
     assert claims.folder().name == "kvpatch-claims-33"
 
@@ -269,7 +264,7 @@ def test_a_forked_child_neither_gives_a_name_back_nor_keeps_a_released_one(shm):
 def test_a_start_that_failed_gives_the_name_back(shm):
     """The error keeps the engine alive, as IPython's last error and pytest's do."""
     with pytest.raises(MemoryError) as kept:
-        start(fails=MemoryError("CUDA out of memory"))
+        start(wrapped=raising(MemoryError("CUDA out of memory")))
     core = start()
     assert kept.value
     with pytest.raises(Refusal) as refusal:
@@ -331,6 +326,8 @@ def test_the_pool_is_there_with_its_memory_and_closed_before_kvcached_opens_it(s
     status = (shm / "chat").stat()
     assert stat.S_IMODE(status.st_mode) == 0o600
     assert (status.st_size, status.st_blocks > 0) == (24, True)
+    start()
+    assert os.path.samestat(status, (shm / "chat").stat()), "one that was closed stays"
 
 
 def test_a_pool_that_others_could_open_is_made_anew(shm):
@@ -343,13 +340,6 @@ def test_a_pool_that_others_could_open_is_made_anew(shm):
     assert stat.S_IMODE((shm / "chat").stat().st_mode) == 0o600
 
 
-def test_a_pool_that_was_closed_stays(shm):
-    start()
-    before = (shm / "chat").stat()
-    start()
-    assert os.path.samestat(before, (shm / "chat").stat())
-
-
 def test_a_pool_that_kvpatch_named_goes_with_its_engine(shm, monkeypatch):
     monkeypatch.setenv(ipc_name._GIVEN, "chat")
     core = start()
@@ -358,28 +348,20 @@ def test_a_pool_that_kvpatch_named_goes_with_its_engine(shm, monkeypatch):
     assert not (shm / "chat").exists()
 
 
-@pytest.mark.parametrize("squat", ["file", "link", "fifo", "second name"])
+@pytest.mark.parametrize("squat", ["file", *SQUATS])
 def test_a_squatted_pool_is_a_refusal_that_names_it(shm, squat, other_user):
-    path = shm / "chat"
+    path, other = shm / "chat", shm / "elsewhere"
+    other.touch(0o600)
     if squat == "file":
         path.write_bytes(b"x" * 24)
         other_user()
         fault = f"belongs to {private.user(os.getuid())}"
-    elif squat == "link":
-        (shm / "elsewhere").touch()
-        path.symlink_to(shm / "elsewhere")
-        fault = "is a link instead of a file"
-    elif squat == "fifo":
-        os.mkfifo(path)
-        fault = "is a special file instead of a file"
     else:
-        (shm / "elsewhere").touch(0o600)
-        path.hardlink_to(shm / "elsewhere")
-        fault = "has a second name (a hard link)"
+        make, fault = SQUATS[squat]
+        make(path, other)
     with refused("KVP416", f"{path} {fault}, because its owner could", "KVCACHED_IPC_NAME"):
         pool.make("chat")
-    if squat == "link":
-        assert (shm / "elsewhere").read_bytes() == b""
+    assert other.read_bytes() == b""
 
 
 def tier(engine_id="one", core=None, start=lambda config: "started"):
@@ -601,38 +583,19 @@ def test_workers_that_map_two_files_are_refused(path, workers, maps):
     refused_scheduler(path)
 
 
-@pytest.mark.parametrize("when", ["before", "meanwhile"])
+@pytest.mark.parametrize("when", ["before", "meanwhile", "when it is opened"])
 def test_a_region_that_another_user_made_is_a_refusal_that_names_him(path, when, other_user):
-
     def plant():
         path.touch(0o600)
         other_user()
+        if when == "when it is opened":
+            raise PermissionError(path)
 
     if when == "before":
         plant()
     said = f"{path} belongs to {private.user(os.getuid())}, because another user could read"
     with refused("KVP416", said, "engine_id"):
-        region(path, before=plant if when == "meanwhile" else lambda: None)
-
-
-def test_a_region_that_another_user_made_is_not_opened(path, other_user):
-    opened = []
-    path.touch(0o600)
-    other_user()
-    with pytest.raises(Refusal):
-        region(path, before=lambda: opened.append(path))
-    assert not opened
-
-
-def test_a_region_that_cannot_be_opened_because_it_is_another_users(path, other_user):
-
-    def plant():
-        path.touch(0o600)
-        other_user()
-        raise PermissionError(path)
-
-    with pytest.raises(Refusal, match="KVP416"):
-        region(path, before=plant)
+        region(path, before=plant if when != "before" else lambda: pytest.fail("it was opened"))
 
 
 def test_a_region_that_others_can_open_is_refused(path):

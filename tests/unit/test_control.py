@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 from fakes import module, raising
-from suspend_world import PAGE, worlds
+from suspend_world import PAGE
 
 from kvpatch import balance, claims, cli, control, private, state
 from kvpatch.balance.options import Options
@@ -29,8 +29,6 @@ from kvpatch.process import start_ticks
 from kvpatch.telemetry import publisher, reader
 from kvpatch.telemetry.counters import Totals
 from kvpatch.upstream import kvcached_api
-
-__all__ = ["worlds"]
 
 
 @pytest.fixture(autouse=True)
@@ -121,14 +119,11 @@ def test_the_status_page_is_written_before_a_verb_is_answered(engine, monkeypatc
         assert (verb().phase, pages[-1:]) == (phase, [phase])
 
 
-def test_a_plan_changes_nothing(engine):
+def test_a_plan_changes_nothing_and_says_what_would_be_lost(engine):
     plan = control.find("chat-pool").plan()
     assert (plan.phase, plan.resident, plan.lost) == ("runs", 12, 0)
     assert plan.sentence == "12 of 12 blocks would be kept"
     assert engine.world.suspension.phase.value == "runs"
-
-
-def test_a_plan_says_what_would_be_lost(engine):
     engine.world.tier.room = 10
     plan = control.find("chat-pool").plan()
     assert plan.sentence == (
@@ -607,13 +602,6 @@ def test_an_interrupted_command_says_what_goes_on(engine, monkeypatch, capsys, w
 def test_without_engines_the_list_is_empty(capsys):
     assert cli.main(["list"]) == 1
     assert capsys.readouterr().out == "no engine of this user listens\n"
-
-
-def test_a_question_reaches_an_engine_through_vllms_queue():
-    engine = SimpleNamespace(input_queue=queue.Queue())
-    question = Question({"verb": "resume"})
-    server.hand_over(engine, question)
-    assert engine.input_queue.get_nowait() == (b"wake", question)
 
 
 def test_a_data_parallel_server_is_asked_by_the_names_of_its_engines(monkeypatch):

@@ -4,8 +4,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from fakes import module
-from suspend_world import MOST, PAGE, worlds
+from fakes import module, raising
+from suspend_world import MOST, PAGE
 
 from kvpatch import admitted, environ
 from kvpatch.environ import (
@@ -24,7 +24,6 @@ from kvpatch.refusal import Refusal
 from kvpatch.upstream import kvcached_api, requests
 from kvpatch.versions import Facts, Installed
 
-__all__ = ["worlds"]
 TOKENS = 16  # of a block; four blocks of 256 KiB are a page
 
 
@@ -135,18 +134,14 @@ def test_without_its_controller_an_engine_takes_what_it_was_told_to(engine, cloc
     assert engine.manager.limit == 3 * PAGE, "once"
 
 
-def test_a_controller_that_says_no_more_leaves_the_limit(engine, clock):
+@pytest.mark.parametrize("by", ["a controller that says no more", "an operator"])
+def test_a_limit_outlives_the_controller(engine, clock, by):
     looked_at(engine, alone=5 * PAGE)
-    looked_at(engine)
-    engine.suspension.limit(2 * PAGE, 1)
-    clock.now += 20
-    engine.suspension.advance()
-    assert engine.manager.limit == 2 * PAGE
-
-
-def test_a_limit_of_an_operator_outlives_the_controller(engine, clock):
-    looked_at(engine, alone=5 * PAGE)
-    engine.suspension.limit(2 * PAGE)
+    if by == "an operator":
+        engine.suspension.limit(2 * PAGE)
+    else:
+        looked_at(engine)
+        engine.suspension.limit(2 * PAGE, 1)
     clock.now += 20
     engine.suspension.advance()
     assert engine.manager.limit == 2 * PAGE
@@ -181,13 +176,8 @@ def test_a_device_has_the_name_of_its_makers_library(engine, monkeypatch):
     assert demands.device(engine) == "GPU-8, GPU-9", "in one order, whichever is the first rank"
 
 
-@pytest.mark.parametrize("answer_", ["", NotImplementedError("no such call")])
-def test_a_device_without_a_name_is_refused(answer_, engine, monkeypatch):
-    def uuid(rank):
-        if isinstance(answer_, Exception):
-            raise answer_
-        return str(answer_)
-
+@pytest.mark.parametrize("uuid", [lambda rank: "", raising(NotImplementedError("no such call"))])
+def test_a_device_without_a_name_is_refused(uuid, engine, monkeypatch):
     platform(monkeypatch, uuid)
     with pytest.raises(Cannot, match="vLLM does not know its device"):
         demands.device(engine)

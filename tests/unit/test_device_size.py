@@ -13,8 +13,10 @@ MIB = 1 << 20
     [
         ("2GiB", 2048 * MIB),
         ("512MiB", 512 * MIB),
+        ("0.5GiB", 512 * MIB),
         ("1.5GiB", 1536 * MIB),
         ("3MiB", 2 * MIB),  # whole pages of 2 MiB
+        ("513MiB", 512 * MIB),
         ("4194304", 4 * MIB),
         (" 2GiB ", 2048 * MIB),
     ],
@@ -24,7 +26,7 @@ def test_sizes(monkeypatch, text, size):
     assert ledger.device_size() == size
 
 
-@pytest.mark.parametrize("text", ["", "lots", "0", "1MiB", "2 GiBs", "2GX", "-1GiB", "2PiB"])
+@pytest.mark.parametrize("text", ["", "lots", "0", "2", "1MiB", "2 GiBs", "2GX", "-1GiB", "2PiB"])
 def test_what_is_no_size(monkeypatch, text):
     monkeypatch.setenv(HOST_DEVICE.name, text)
     with pytest.raises(ValueError, match="is not a size; use for example 2GiB or 512MiB"):

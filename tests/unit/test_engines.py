@@ -209,12 +209,6 @@ def test_a_worker_that_had_a_page_before_its_engine_ends_with_the_server(killed)
     assert reader.one(GONE + 3).state is (State.KILLED if killed else State.ENDED)
 
 
-def test_a_parent_that_never_had_a_page_is_no_server():
-    """Whoever starts a server from a shell."""
-    publish(GONE, ("frontend",), beats=False, server=None, parent={"pid": 1, "started": 5})
-    assert reader.one(GONE).state is State.KILLED
-
-
 SERVER = """
 import os, signal, subprocess, sys
 from kvpatch.telemetry import publisher
@@ -286,9 +280,12 @@ def test_an_engine_whose_server_runs_was_killed():
     assert reader.one(GONE).state is State.KILLED
 
 
-def test_an_engine_without_a_server_was_killed():
+def test_what_has_no_server_was_killed():
+    """A parent that never had a page is none: whoever starts a server from a shell."""
     publish(GONE, engine=engine(), beats=True, server=None)
-    assert reader.one(GONE).state is State.KILLED
+    shell = {"pid": 1, "started": 5}
+    publish(GONE + 1, ("frontend",), beats=False, server=None, parent=shell)
+    assert {reader.one(pid).state for pid in (GONE, GONE + 1)} == {State.KILLED}
 
 
 def test_the_page_of_a_killed_server_may_have_the_longer_name():

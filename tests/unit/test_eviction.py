@@ -3,6 +3,7 @@
 from collections import OrderedDict
 
 import pytest
+from fakes import raising
 
 from kvpatch.patches.elastic_memory import eviction
 from kvpatch.patches.suspend.coldest import LOOK, Coldest
@@ -40,9 +41,7 @@ class Pool:
 
 
 def evict(pool, *args, **kwargs):
-    def never(*_):
-        raise AssertionError("kvcached lists all blocks")
-
+    never = raising(AssertionError("kvcached lists all blocks"))
     return eviction.around_evict(never, pool, args, kwargs)
 
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from fakes import raising
-from suspend_world import BLOCKS, MOST, PAGE, Shares, worlds
+from suspend_world import BLOCKS, MOST, PAGE, Shares
 from suspend_world import filled as full
 
 from kvpatch import state
@@ -19,12 +19,15 @@ from kvpatch.patches.suspend.suspension import Phase
 from kvpatch.patches.suspend.watch import Look, Watch
 from kvpatch.upstream import kvcached_limits
 
-__all__ = ["worlds"]
-
 
 def filled(worlds, **options):
     """An engine that gives pages back, of which 1 to 6 are full, the coldest first."""
     return full(worlds, gives=True, **options)
+
+
+@pytest.fixture
+def world(worlds):
+    return filled(worlds)
 
 
 def old(begin, end):
@@ -38,8 +41,7 @@ def lower(world, pages):
     world.giving.look()
 
 
-def test_a_lower_limit_stores_what_it_evicts(worlds):
-    world = filled(worlds)
+def test_a_lower_limit_stores_what_it_evicts(world):
     lower(world, 4)
     assert len(world.pool.used()) == 24, "evicted before it was stored"
     world.until_idle()
@@ -51,9 +53,8 @@ def test_a_lower_limit_stores_what_it_evicts(worlds):
     world.check()
 
 
-def test_no_more_is_looked_for_than_is_evicted_in_a_step(worlds, monkeypatch):
+def test_no_more_is_looked_for_than_is_evicted_in_a_step(world, monkeypatch):
     """What is taken up and not evicted is at the head, and looked at again for each page."""
-    world = filled(worlds)
     world.tier.have(*range(4, 28))
     monkeypatch.setattr(module, "TOGETHER", 2 * BLOCKS)
     taken = []
@@ -70,15 +71,13 @@ def test_no_more_is_looked_for_than_is_evicted_in_a_step(worlds, monkeypatch):
     assert set(taken) == {0}, "pages wait that could have been looked for later"
 
 
-def test_it_is_applied_at_once_where_nothing_has_to_go(worlds):
-    world = filled(worlds)
+def test_it_is_applied_at_once_where_nothing_has_to_go(world):
     assert world.manager.resize(7 * PAGE)  # as an allocation does
     assert world.manager.total == 7
     assert not world.giving.lowers
 
 
-def test_what_requests_use_is_left_to_kvcached(worlds):
-    world = filled(worlds)
+def test_what_requests_use_is_left_to_kvcached(world):
     request = world.add("runs", 28, 29)
     request.left = 100
     lower(world, 1)
@@ -90,8 +89,7 @@ def test_what_requests_use_is_left_to_kvcached(worlds):
     world.check()
 
 
-def test_requests_run_while_pages_go_back(worlds):
-    world = filled(worlds)
+def test_requests_run_while_pages_go_back(world):
     world.tier.steps = 20
     world.add("runs", 28).left = 5
     lower(world, 3)
@@ -111,8 +109,7 @@ def test_what_does_not_fit_is_counted(worlds):
     assert world.manager.total == 4
 
 
-def test_a_block_that_is_used_meanwhile_stays(worlds):
-    world = filled(worlds)
+def test_a_block_that_is_used_meanwhile_stays(world):
     lower(world, 4)
     world.step()
     assert world.giving.stage is Stage.STORING
@@ -122,8 +119,7 @@ def test_a_block_that_is_used_meanwhile_stays(worlds):
     assert world.manager.total == 4, "another page went instead"
 
 
-def test_each_step_stores_and_evicts_as_much_as_its_share_allows(worlds):
-    world = filled(worlds)
+def test_each_step_stores_and_evicts_as_much_as_its_share_allows(world):
     world.giving._share = Shares(pages=2, stores=4)
     lower(world, 3)
     planned = evicted = 0
@@ -153,9 +149,8 @@ def test_pages_that_are_ready_are_evicted_some_at_a_time(worlds, monkeypatch):
     assert world.manager.total == 2
 
 
-def test_a_tier_keeps_a_block_once_that_a_page_has_twice(worlds, monkeypatch):
+def test_a_tier_keeps_a_block_once_that_a_page_has_twice(world, monkeypatch):
     """SimpleCPUOffloadConnector frees what it is to keep: a block freed twice is two free ones."""
-    world = filled(worlds)
     world.pool._block_id_to_key[5] = b"old4"
     world.tier.blocks[b"old4"] = "bytes of old4"
     kept = []
@@ -165,8 +160,7 @@ def test_a_tier_keeps_a_block_once_that_a_page_has_twice(worlds, monkeypatch):
     assert [b"old4"] in kept, kept
 
 
-def test_a_suspension_afterwards_stores_everything_at_once(worlds):
-    world = filled(worlds)
+def test_a_suspension_afterwards_stores_everything_at_once(world):
     world.giving._share = Shares(stores=2)
     lower(world, 6)
     world.until_idle()
@@ -180,8 +174,7 @@ def test_a_suspension_afterwards_stores_everything_at_once(worlds):
     world.check()
 
 
-def test_pages_that_the_tier_has_go_while_others_are_stored(worlds):
-    world = filled(worlds)
+def test_pages_that_the_tier_has_go_while_others_are_stored(world):
     world.tier.steps = 20
     world.tier.have(*range(8, 16))
     lower(world, 4)
@@ -195,8 +188,7 @@ def test_pages_that_the_tier_has_go_while_others_are_stored(worlds):
     world.check()
 
 
-def test_an_idle_engine_gives_everything_back_and_keeps_its_limit(worlds):
-    world = filled(worlds)
+def test_an_idle_engine_gives_everything_back_and_keeps_its_limit(world):
     world.giving.rest()
     world.until_idle()
     assert world.pool.used() == set()
@@ -230,8 +222,7 @@ def test_an_idle_engine_keeps_what_the_tier_does_not(worlds):
 
 
 @pytest.mark.parametrize("steps", range(6))
-def test_it_stops_when_a_request_comes(worlds, steps):
-    world = filled(worlds)
+def test_it_stops_when_a_request_comes(world, steps):
     world.giving.rest()
     for _ in range(steps):
         world.step()
@@ -244,8 +235,7 @@ def test_it_stops_when_a_request_comes(worlds, steps):
     assert old(4, 28) <= world.kept()
 
 
-def test_a_suspension_goes_before(worlds):
-    world = filled(worlds)
+def test_a_suspension_goes_before(world):
     lower(world, 4)
     world.step()
     world.suspension.suspend(False, False, None)
@@ -258,8 +248,7 @@ def test_a_suspension_goes_before(worlds):
     assert world.manager.total == 4
 
 
-def test_a_limit_that_is_lowered_during_a_suspension_that_is_given_up(worlds):
-    world = filled(worlds)
+def test_a_limit_that_is_lowered_during_a_suspension_that_is_given_up(world):
     world.suspension.suspend(False, False, None)
     assert world.suspension.phase is not Phase.RUNS
     world.manager.limit = world.manager.reported = 4 * PAGE  # kvctl
@@ -273,8 +262,7 @@ def test_a_limit_that_is_lowered_during_a_suspension_that_is_given_up(worlds):
     assert old(4, 28) <= world.kept()
 
 
-def test_a_limit_of_the_command_is_told_until_it_is_applied(worlds):
-    world = filled(worlds)
+def test_a_limit_of_the_command_is_told_until_it_is_applied(world):
     world.suspension.limit(4 * PAGE)
     assert world.suspension.said["lowers"]
     world.until_idle()
@@ -282,23 +270,13 @@ def test_a_limit_of_the_command_is_told_until_it_is_applied(worlds):
     assert world.suspension.said["mapped"] <= (4 + 2) * PAGE
 
 
-def test_an_error_of_ours_leaves_the_limit_to_kvcached(worlds, monkeypatch):
-    world = filled(worlds)
-    monkeypatch.setattr(world.spill, "begin", raising(ValueError("of a test")))
-    lower(world, 4)
-    world.until_idle()
-    assert world.manager.in_shrink
-    assert not world.giving.lowers
-
-
 def allocate(world):
     """What an allocation begins with: the limit that kvcached's thread has read last."""
     world.manager.resize(world.manager.reported)
 
 
-def test_an_allocation_with_the_limit_of_before_does_not_give_the_new_one_up(worlds):
+def test_an_allocation_with_the_limit_of_before_does_not_give_the_new_one_up(world):
     """Under load one comes in the tenth of a second before kvcached's thread has read it."""
-    world = filled(worlds)
     world.lag = 0
     world.suspension.limit(4 * PAGE)
     allocate(world)
@@ -314,9 +292,8 @@ def test_an_allocation_with_the_limit_of_before_does_not_give_the_new_one_up(wor
 
 
 @pytest.mark.parametrize("by", ["an old report", "kvpatch limit", "kvctl"])
-def test_a_limit_that_was_raised_again_leaves_an_idle_engine_what_it_has(worlds, by):
+def test_a_limit_that_was_raised_again_leaves_an_idle_engine_what_it_has(world, by):
     """Of kvctl no allocation comes that would bring the second limit."""
-    world = filled(worlds)
     if by == "an old report":
         world.manager.reported = 3 * PAGE
         allocate(world)
@@ -333,8 +310,7 @@ def test_a_limit_that_was_raised_again_leaves_an_idle_engine_what_it_has(worlds,
     assert world.manager.total == MOST
 
 
-def test_no_page_is_mapped_while_a_lower_limit_is_stored_for(worlds):
-    world = filled(worlds)
+def test_no_page_is_mapped_while_a_lower_limit_is_stored_for(world):
     world.tier.steps = 50
     lower(world, 4)
     assert world.giving.stage is Stage.STORING
@@ -396,8 +372,7 @@ def test_what_requests_take_while_a_limit_waits_is_stored_before(worlds, pages, 
     world.check()
 
 
-def test_a_full_tier_does_not_let_an_engine_grow_above_its_limit(worlds):
-    world = filled(worlds)
+def test_a_full_tier_does_not_let_an_engine_grow_above_its_limit(world):
     world._plan = lambda: world.spill.no_room(False)
     requests = Requests(world, 1)
     world.step()
@@ -410,9 +385,8 @@ def test_a_full_tier_does_not_let_an_engine_grow_above_its_limit(worlds):
     assert requests.mapped <= 2
 
 
-def test_a_piece_does_not_wait_for_what_is_stored_ahead_of_it(worlds):
+def test_a_piece_does_not_wait_for_what_is_stored_ahead_of_it(world):
     """Under load there is always more."""
-    world = filled(worlds)
     old = cached(world.pool)
     world.spill.begin(old[:2])
     while not world.spill.settled([one.key for one in old[:2]]):
@@ -425,8 +399,7 @@ def test_a_piece_does_not_wait_for_what_is_stored_ahead_of_it(worlds):
     assert not world.spill.settled([old[2].key])
 
 
-def test_a_step_asks_the_tier_for_one_of_the_blocks_on_their_way(worlds, monkeypatch):
-    world = filled(worlds)
+def test_a_step_asks_the_tier_for_one_of_the_blocks_on_their_way(world, monkeypatch):
     old = cached(world.pool)
     asked = []
     awaits = world.tier.awaits
@@ -451,19 +424,14 @@ def test_a_step_asks_the_tier_for_one_of_the_blocks_on_their_way(worlds, monkeyp
     assert world.spill.done
 
 
-def test_the_blocks_of_simple_stores_are_looked_through_once(
-    monkeypatch,
-):
+def test_the_blocks_of_simple_stores_are_looked_through_once(monkeypatch):
     looks = []
     under_way = simple.under_way
     monkeypatch.setattr(simple, "under_way", lambda of: looks.append(of) or under_way(of))
     blocks = [SimpleNamespace(block_hash=name) for name in (b"a", b"b", b"c")]
     events = {1: SimpleNamespace(gpu_block_ids=[0]), 2: SimpleNamespace(gpu_block_ids=[1])}
-    tier = simple.SimpleTier(
-        SimpleNamespace(
-            _store_event_to_blocks=events, _gpu_block_pool=SimpleNamespace(blocks=blocks)
-        )
-    )
+    pool = SimpleNamespace(blocks=blocks)
+    tier = simple.SimpleTier(SimpleNamespace(_store_event_to_blocks=events, _gpu_block_pool=pool))
     for _ in range(5):
         assert tier.awaits({b"a", b"c"}) == {b"a"}
     assert len(looks) == 1
@@ -484,13 +452,6 @@ def test_what_is_stored_ahead_takes_no_room_of_the_piece_and_is_tried_once(world
     world.spill.no_room(forever=True)
     world.spill.add(old[3:])
     assert world.spill.next() == []
-
-
-def test_nothing_is_stored_ahead_for_an_engine_without_requests(worlds):
-    world = filled(worlds)
-    lower(world, 5)
-    world.until_idle()
-    assert len(world.tier.blocks) == 2 * BLOCKS
 
 
 def test_what_is_stored_ahead_is_taken_up_in_pieces_and_not_in_a_step_that_evicts(
@@ -519,9 +480,8 @@ def test_what_is_stored_ahead_is_taken_up_in_pieces_and_not_in_a_step_that_evict
     assert {(2,), ("evicts",)} <= set(steps) <= {(), (0,), (1,), (2,), ("evicts",)}
 
 
-def test_a_lower_limit_is_told_when_it_has_given_something_back(worlds):
+def test_a_lower_limit_is_told_when_it_has_given_something_back(world):
     """What tells it reads /dev/shm: not in every step of an engine that serves requests."""
-    world = filled(worlds)
     world.giving._share = Shares(pages=1, stores=100)
     world.add("runs", 28).left = 1000
     world.suspension.limit(3 * PAGE)
@@ -551,9 +511,8 @@ def test_a_limit_by_revision_is_refused(worlds):
     assert calls == [((4 * PAGE,), {"revision": 1})]
 
 
-def test_pages_of_requests_that_wait_for_the_fence_are_not_waited_for(worlds):
+def test_pages_of_requests_that_wait_for_the_fence_are_not_waited_for(world):
     """Under load there are always some; they are counted as given, too."""
-    world = filled(worlds)
     others = (0, [7])
     world.manager._retired_pages.append(others)
     world.add("runs").left = 1000
@@ -570,8 +529,7 @@ def test_pages_of_requests_that_wait_for_the_fence_are_not_waited_for(worlds):
 
 
 @pytest.mark.parametrize("where", ["begin", "trim", "apply"])
-def test_an_error_while_it_ends_does_not_end_the_engine(worlds, where, monkeypatch):
-    world = filled(worlds)
+def test_an_error_while_it_ends_does_not_end_the_engine(world, where, monkeypatch):
     fail = raising(RuntimeError("of a test"))
     if where != "trim":
         monkeypatch.setattr(type(world.manager), "_resize", fail)
@@ -586,9 +544,8 @@ def test_an_error_while_it_ends_does_not_end_the_engine(worlds, where, monkeypat
     assert not world.step()
 
 
-def test_a_limit_that_an_error_left_to_kvcached_is_not_taken_up_again(worlds, monkeypatch):
+def test_a_limit_that_an_error_left_to_kvcached_is_not_taken_up_again(world, monkeypatch):
     """Each allocation comes with it, and each would write the same error into the log."""
-    world = filled(worlds)
     begun = []
 
     def fail(blocks, reason):
@@ -597,6 +554,9 @@ def test_a_limit_that_an_error_left_to_kvcached_is_not_taken_up_again(worlds, mo
 
     monkeypatch.setattr(world.spill, "begin", fail)
     lower(world, 4)
+    world.until_idle()
+    assert world.manager.in_shrink
+    assert not world.giving.lowers
     for _ in range(10):
         world.step()
         allocate(world)
@@ -630,8 +590,7 @@ class Watched:
         self.world.until_idle()
 
 
-def test_an_idle_engine_sees_a_limit_that_is_set_in_shm(worlds, monkeypatch):
-    world = filled(worlds)
+def test_an_idle_engine_sees_a_limit_that_is_set_in_shm(world, monkeypatch):
     watched = Watched(world, monkeypatch, None)
     assert watched.look(1000) == 0
     world.manager.limit = world.manager.reported = 4 * PAGE
@@ -642,8 +601,7 @@ def test_an_idle_engine_sees_a_limit_that_is_set_in_shm(worlds, monkeypatch):
     assert watched.look() == 1
 
 
-def test_the_time_without_requests_begins_when_the_last_one_has_ended(worlds, monkeypatch):
-    world = filled(worlds)
+def test_the_time_without_requests_begins_when_the_last_one_has_ended(world, monkeypatch):
     watched = Watched(world, monkeypatch, 30)
     world.add("runs", 28)
     assert watched.look(100) == 0
@@ -659,8 +617,7 @@ def test_the_time_without_requests_begins_when_the_last_one_has_ended(worlds, mo
     assert watched.look(31) == 2
 
 
-def test_a_request_between_two_looks_is_not_missed(worlds, monkeypatch):
-    world = filled(worlds)
+def test_a_request_between_two_looks_is_not_missed(world, monkeypatch):
     state.attach(world, world.giving)
     watched = Watched(world, monkeypatch, 30)
     watched.look(20)
@@ -676,8 +633,7 @@ def test_a_request_between_two_looks_is_not_missed(worlds, monkeypatch):
     assert world.pool.used() == set()
 
 
-def test_it_rests_after_a_suspension_that_was_given_up(worlds, monkeypatch):
-    world = filled(worlds)
+def test_it_rests_after_a_suspension_that_was_given_up(world, monkeypatch):
     watched = Watched(world, monkeypatch, 30)
     assert watched.look(31) == 1
     watched.sent[0].take(world.giving)
@@ -753,9 +709,7 @@ def test_a_share_is_at_most_as_long_as_its_step(step, runs, stores, pages, monke
     assert share.stores == stores
 
 
-def test_a_page_that_takes_longer_than_its_share_is_paid_for_later(
-    monkeypatch,
-):
+def test_a_page_that_takes_longer_than_its_share_is_paid_for_later(monkeypatch):
     clock = Clock(monkeypatch)
     share = Share()
     taken = [clock.pages(share, True, 0.0004, 0.0004) for _ in range(40)]
@@ -783,8 +737,7 @@ def test_a_share_that_is_not_used_is_not_kept_and_steps_without_one_are_no_debt(
 
 
 @pytest.mark.parametrize("first", ["limit", "idle"])
-def test_a_limit_goes_on_with_what_was_taken_up_before_it(worlds, first):
-    world = filled(worlds)
+def test_a_limit_goes_on_with_what_was_taken_up_before_it(world, first):
     world.giving._share = Shares(pages=1000, stores=6)
     if first == "limit":
         lower(world, 5)
@@ -799,8 +752,7 @@ def test_a_limit_goes_on_with_what_was_taken_up_before_it(worlds, first):
     assert world.manager.total == 3
 
 
-def test_a_limit_may_come_from_another_thread_between_two_pages(worlds, monkeypatch, caplog):
-    world = filled(worlds)
+def test_a_limit_may_come_from_another_thread_between_two_pages(world, monkeypatch, caplog):
     more = world.spill.more
 
     def meanwhile(blocks):
@@ -817,8 +769,7 @@ def test_a_limit_may_come_from_another_thread_between_two_pages(worlds, monkeypa
     assert world.giving.lost == 0
 
 
-def test_a_limit_that_was_raised_meanwhile_begins_at_the_coldest_pages(worlds):
-    world = filled(worlds)
+def test_a_limit_that_was_raised_meanwhile_begins_at_the_coldest_pages(world):
     world.fence = 50
     world.giving._share = Shares(pages=1000, stores=4)
     world.add("runs", 28).left = 1000

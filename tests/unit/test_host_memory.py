@@ -4,6 +4,7 @@ import os
 from types import SimpleNamespace
 
 import pytest
+from fakes import transfer
 
 from kvpatch import cgroup, host_memory, process
 from kvpatch.environ import OUR_IPC_NAME
@@ -130,11 +131,8 @@ def facts(vllm, device="cuda", contiguous=True, **environment):
 
 
 def config(extra, name="OffloadingConnector", ranks=1):
-    transfer = SimpleNamespace(
-        kv_connector=name, kv_connector_module_path=None, kv_connector_extra_config=extra
-    )
     return SimpleNamespace(
-        kv_transfer_config=transfer,
+        kv_transfer_config=transfer(name, **extra),
         parallel_config=SimpleNamespace(world_size=ranks, data_parallel_size=1),
     )
 

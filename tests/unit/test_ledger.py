@@ -3,13 +3,14 @@
 import ctypes
 import fcntl
 import os
+import re
 import stat
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from fakes import module, raising
+from fakes import SQUATS, module, raising
 from packaging.version import Version
 
 from kvpatch import private
@@ -85,23 +86,15 @@ def test_a_ledger_that_others_could_open_is_closed(device, extension):
     assert stat.S_IMODE(ledger.ledger_path().stat().st_mode) == 0o600
 
 
-@pytest.mark.parametrize("squat", ["link", "fifo", "second name"])
-def test_a_squatted_ledger_is_not_used(device, extension, squat):
+@pytest.mark.parametrize(("make", "fault"), SQUATS.values(), ids=SQUATS)
+def test_a_squatted_ledger_is_not_used(device, extension, make, fault):
     path, other = ledger.ledger_path(), device / "other"
     other.write_bytes(b"")
-    if squat == "link":
-        path.symlink_to(other)
-        fault = "is a link instead of a file"
-    elif squat == "fifo":
-        os.mkfifo(path)
-        fault = "is a special file instead of a file"
-    else:
-        path.hardlink_to(other)
-        fault = "has a second name"
+    make(path, other)
     assert extension() == FAILED % 256
     assert other.read_bytes() == b""
     for asked in (ledger.usage, ledger.memory, ledger.size_in_use):
-        with pytest.raises(private.Unsafe, match=f"{path} {fault}"):
+        with pytest.raises(private.Unsafe, match=re.escape(f"{path} {fault}")):
             asked()
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from fakes import raising
 
 pytest.importorskip("hypothesis")  # of .venv; scripts/pythons is without
 
@@ -122,10 +123,8 @@ def test_a_full_dev_shm_does_not_end_the_process(place, when, apart):
 
 
 def test_a_page_without_memory_is_not_published(place, monkeypatch, caplog):
-    def full(*given):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(os, "posix_fallocate", raising(full))
     publisher.process(facts)
     assert publisher._publisher is None
     assert "make room in" in caplog.text

@@ -56,19 +56,8 @@ def test_a_pool_is_shown(engine, capsys, monkeypatch):
     code, text = printed(capsys)
     assert code == 0
     assert text.splitlines()[0] == "2 MiB of 8 MiB committed"
-    assert text.splitlines()[2].split() == [
-        "a/\\x1b[31mmodel",
-        "2",
-        "MiB",
-        "1",
-        "MiB",
-        "0",
-        "B",
-        "64",
-        "MiB",
-        "5",
-        "s",
-    ]
+    told = "a/\\x1b[31mmodel 2 MiB 1 MiB 0 B 64 MiB 5 s"
+    assert text.splitlines()[2].split() == told.split()
     code, text = printed(capsys, "--json")
     shown = json.loads(text)
     assert (shown["limit"], shown["started_with"], shown["committed"]) == (
@@ -180,15 +169,9 @@ def test_doctor_counts_engines(engine, name):
     assert "started with 8 MiB" in found.what
 
 
-def test_doctor_on_a_pool_without_engines(name):
+def test_doctor_on_a_pool_without_engines_and_on_one_that_cannot_be_read(name, monkeypatch):
     (found,) = doctor.check({HOST_POOL.name: f"8MiB@{name}"})
     assert found.what == "no engine is in the pool of 8 MiB"
-
-
-def test_doctor_on_a_pool_that_cannot_be_read(name, monkeypatch):
-    def foreign(home):
-        raise ledger.Foreign(home)
-
-    monkeypatch.setattr(ledger, "show", foreign)
+    monkeypatch.setattr(ledger, "show", raising(ledger.Foreign(ledger.home(name))))
     (found,) = doctor.check({HOST_POOL.name: f"8MiB@{name}"})
     assert found.level is Level.PROBLEM

@@ -42,11 +42,8 @@ def test_the_last_extent_may_be_short():
     assert made.free == 10
 
 
-def test_an_extent_has_at_least_a_chunk():
+def test_an_extent_has_at_least_a_chunk_and_is_no_larger_than_the_tier():
     assert Extents(3, CHUNK, 1, lambda: 0.0).count == 3
-
-
-def test_an_extent_is_no_larger_than_the_tier():
     assert Extents(3, CHUNK, 1 << 30, lambda: 0.0).place(0) == (0, 3 * CHUNK)
 
 
@@ -168,6 +165,8 @@ def test_what_was_not_used_for_longest_goes_first_and_what_is_empty_before_it():
 def test_of_a_prompt_the_end_is_colder_than_the_beginning_wherever_it_is():
     made = opened(12, 4, 3)
     made.allocate(range(12))
+    first, then, last = (made.open[index].used for index in range(3))
+    assert first > then > last, "what is stored last is not the coldest"
     made.use([8, 9, 0, 1, 4])  # a prompt that begins in the last extent
     assert made.coldest() == 1
     made.drain(1)
@@ -176,22 +175,13 @@ def test_of_a_prompt_the_end_is_colder_than_the_beginning_wherever_it_is():
     assert made.last_use_of_held() == made.open[2].used < made.open[0].used
 
 
-def test_what_is_stored_last_is_colder_within_a_prompt():
-    made = opened(12, 4, 3)
-    made.allocate(range(12))
-    assert made.open[0].used > made.open[1].used > made.open[2].used
-
-
 def test_the_last_use_of_what_is_held_passes_over_what_is_empty():
+    assert extents().last_use() == 0, "without an extent"
     made = opened(12, 4, 3)
     assert made.last_use_of_held() == 0
     made.allocate(range(5))
     assert made.last_use_of_held() == made.open[1].used
     assert made.last_use() < 1 < made.last_use_of_held()
-
-
-def test_without_an_extent_there_is_no_last_use():
-    assert extents().last_use() == 0
 
 
 class Life(RuleBasedStateMachine):

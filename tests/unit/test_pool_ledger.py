@@ -325,32 +325,21 @@ def test_a_zombie_holds_no_memory(one, two):
     os.waitpid(child, 0)
 
 
-def test_an_engine_of_another_container_counts_for_as_long_as_the_kernel_may_need(
-    folder, one, monkeypatch
+@pytest.mark.parametrize(("size", "after"), [(4 * MIB, (0, 1)), (4 * ledger.FREED, (3.9, 4.1))])
+def test_the_more_a_dead_engine_of_another_container_had_the_longer_it_counts(
+    folder, monkeypatch, size, after
 ):
-    two = join_as(ledger.record_of(folder, "two"), 8 * MIB, owner(namespace=1))
-    assert two.take(4 * MIB)
-    unlock(two)
-    now = time.monotonic()
-    assert one.look(0, 0.0).total == 4 * MIB
-    monkeypatch.setattr(time, "monotonic", lambda: now + ledger.UNSEEN)
-    assert one.look(0, 0.0).total == 4 * MIB
-    monkeypatch.setattr(time, "monotonic", lambda: now + ledger.UNSEEN + 1)
-    assert one.look(0, 0.0).peers == []
-
-
-def test_the_more_a_dead_engine_had_the_longer_it_counts(folder, monkeypatch):
     """Nobody sees the processes of another pid namespace, whose memory is being freed."""
-    size = 4 * ledger.FREED
     one = join(folder, size, "one")
     two = join_as(ledger.record_of(folder, "two"), size, owner(namespace=1))
     assert two.take(size)
     unlock(two)
     now = time.monotonic()
     assert one.look(0, 0.0).total == size
-    for seconds, taken in ((ledger.UNSEEN + 3.9, False), (ledger.UNSEEN + 4.1, True)):
-        monkeypatch.setattr(time, "monotonic", lambda at=now + seconds: at)
-        assert one.take(MIB) is taken
+    for seconds, gone in zip(after, (False, True), strict=True):
+        monkeypatch.setattr(time, "monotonic", lambda at=now + ledger.UNSEEN + seconds: at)
+        assert one.take(MIB) is gone
+        assert (one.look(0, 0.0).peers == []) is gone
 
 
 def test_a_dead_engine_has_what_is_being_freed_and_no_ceiling_and_no_floor(folder):

@@ -18,12 +18,9 @@ def clock():
     return Clock()
 
 
-def test_nothing_is_known_at_first(clock):
-    assert Reuse(clock).rate == pytest.approx(1)
-
-
 def test_the_rate_is_what_is_found_of_what_is_stored(clock):
     reuse = Reuse(clock)
+    assert reuse.rate == pytest.approx(1), "nothing is known at first"
     reuse.stored(1000)
     assert reuse.rate == pytest.approx(worth.LEAST, abs=2e-3)
     reuse.found(3000)

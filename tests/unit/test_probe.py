@@ -158,15 +158,11 @@ def test_what_happens_to_a_page_under_a_copy_is_told_whatever_it_is():
     answer = questions.unmapped(of_pages := Device(), 2)
     assert answer.right
     assert answer.words.endswith("the bytes were right")
-    of_pages.synchronize = refusing
+    of_pages.synchronize = raising(Refused("the stream failed"))
     of_pages.mapped.clear()
     answer = questions.unmapped(of_pages, 2)
     assert answer.right
     assert "synchronize: the stream failed" in answer.words
-
-
-def refusing(stream):
-    raise Refused("the stream failed")
 
 
 @pytest.mark.parametrize("error", [Refused("no such call"), OSError("no library"), KeyError(1)])
@@ -342,19 +338,18 @@ def verifying(monkeypatch, tmp_path, status):
     return ran
 
 
-def test_verify_begins_with_the_probe_where_vllm_ascend_is(monkeypatch, tmp_path):
-    assert verifying(monkeypatch, tmp_path, 0) == ["the probe", "the command"]
-
-
-@pytest.mark.parametrize("status", [1, 3])
-def test_verify_does_not_start_the_command_after_a_probe_that_was_not_right(
-    monkeypatch, tmp_path, status
-):
-    assert verifying(monkeypatch, tmp_path, status) == ["the probe", 3]
-
-
-def test_verify_asks_no_npu_where_none_is(monkeypatch, tmp_path):
-    assert verifying(monkeypatch, tmp_path, None) == ["the command"]
+@pytest.mark.parametrize(
+    ("status", "ran"),
+    [
+        (0, ["the probe", "the command"]),
+        (1, ["the probe", 3]),
+        (3, ["the probe", 3]),
+        (None, ["the command"]),
+    ],
+    ids=["right", "wrong", "unfinished", "no NPU"],
+)
+def test_verify_begins_with_the_probe_where_vllm_ascend_is(monkeypatch, tmp_path, status, ran):
+    assert verifying(monkeypatch, tmp_path, status) == ran
 
 
 def test_the_probe_runs_as_an_operator_runs_it(monkeypatch, tmp_path):

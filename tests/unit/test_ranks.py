@@ -4,7 +4,7 @@ import logging
 from types import SimpleNamespace
 
 import pytest
-from fakes import module
+from fakes import module, raising
 
 from kvpatch.patches.elastic_memory import ranks
 
@@ -168,11 +168,7 @@ class Sent:
 
 
 def gpu(monkeypatch, memory):
-    def mem_get_info():
-        if isinstance(memory, Exception):
-            raise memory
-        return memory
-
+    mem_get_info = raising(memory) if isinstance(memory, Exception) else lambda: memory
     cuda = SimpleNamespace(is_available=lambda: memory is not None, mem_get_info=mem_get_info)
     module(monkeypatch, "torch", cuda=cuda)
     monkeypatch.delenv("KVCACHED_GPU_UTILIZATION", raising=False)

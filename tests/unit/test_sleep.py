@@ -5,15 +5,13 @@ from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
-from suspend_world import PAGE, filled, worlds
+from suspend_world import PAGE, filled
 
 from kvpatch import state
 from kvpatch.patches.host_device import weights
 from kvpatch.patches.secondary_tiers.weights import Calls
 from kvpatch.patches.sleep import asleep
 from kvpatch.patches.suspend.suspension import Phase, Suspension
-
-__all__ = ["worlds"]
 
 
 class Sleeper:
@@ -205,12 +203,6 @@ def test_what_cannot_be_suspended_sleeps_at_once(sleeper, caplog):
     assert sleeper.resets == [False]
 
 
-def test_an_engine_without_a_suspension_keeps_its_tier(sleeper):
-    state.drop(sleeper, Suspension)
-    assert sleeper.sleep() is None
-    assert sleeper.resets == [False]
-
-
 def test_released_memory_goes_to_the_floor_and_comes_back_with_every_cache_empty(sleeper):
     sleeper.world.pool.evict_blocks(set(sleeper.world.pool.content))  # as vLLM's reset does
     released = sleeper.release()
@@ -242,12 +234,16 @@ def test_memory_is_released_without_a_tier_to_store_in(sleeper):
     assert bare.phase is Phase.RUNS
 
 
-def test_an_engine_in_the_callers_process_says_that_its_pages_stay(sleeper, caplog):
+def test_an_engine_in_the_callers_process_keeps_its_tier_and_says_that_its_pages_stay(
+    sleeper, caplog
+):
     state.drop(sleeper, Suspension)
+    assert sleeper.sleep() is None
+    assert sleeper.resets == [False]
     with caplog.at_level(logging.WARNING):
         assert sleeper.release() is None
     assert "stay mapped: the engine is in the caller's process" in caplog.text
-    assert sleeper.resets == [True]
+    assert sleeper.resets == [False, True]
 
 
 @pytest.mark.parametrize("level", [0, 2])

@@ -5,15 +5,13 @@ from collections import OrderedDict
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from suspend_world import Store, worlds
+from suspend_world import Store
 
 from kvpatch import state
 from kvpatch.patches.suspend import chunks as module
 from kvpatch.patches.suspend import fixes, offloading, simple
 from kvpatch.patches.suspend.chunks import Chunks
 from kvpatch.patches.suspend.spill import Cached, Chunk, Spill
-
-__all__ = ["worlds"]
 
 
 class Pairs(Store):
@@ -189,7 +187,8 @@ def test_an_idle_engine_gives_back_what_fills_no_chunk(worlds):
 def test_stores_without_events_are_told_without_them_and_with_hashes(monkeypatch):
     """As vLLM up to 0.29 returns them, which has no hash of a device block at the end of a copy."""
     spill = Spill(Store(10), pool_of(b"a"))
-    scheduler = state_of_simple(spill)
+    scheduler = SimpleNamespace(_lazy_mode=False)
+    state.attach(scheduler, spill)
     spill.begin(blocks_of(spill.pool))
     device = {1: SimpleNamespace(block_hash=b"a"), 3: SimpleNamespace(block_hash=b"own")}
     host = {4: SimpleNamespace(_block_hash=b"own"), 7: SimpleNamespace(_block_hash=None)}
@@ -199,12 +198,6 @@ def test_stores_without_events_are_told_without_them_and_with_hashes(monkeypatch
     told = fixes.around_store_specs(lambda output: ([3], [4], ["r"]), scheduler, ("s",), {})
     assert told == ([3, 1], [4, 7], ["r"])
     assert [host[place]._block_hash for place in (4, 7)] == [b"own", b"a"]
-
-
-def state_of_simple(spill):
-    scheduler = SimpleNamespace(_lazy_mode=False)
-    state.attach(scheduler, spill)
-    return scheduler
 
 
 def test_a_pool_with_vllms_own_index_has_none_beside_it():

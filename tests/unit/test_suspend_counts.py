@@ -3,7 +3,8 @@
 from types import SimpleNamespace
 
 import pytest
-from suspend_world import BLOCKS, MOST, PAGE, Store, filled, worlds
+from suspend_world import BLOCKS, MOST, PAGE, Store, filled
+from test_suspend_chunks import pool_of
 
 from kvpatch import state
 from kvpatch.environ import FIRST_LIMIT, HOST_POOL
@@ -14,8 +15,6 @@ from kvpatch.patches.suspend.suspension import Phase
 from kvpatch.patches.suspend.told import first_limit_bytes
 from kvpatch.telemetry.series import Sender
 from kvpatch.telemetry.suspended import expected, of
-
-__all__ = ["worlds"]
 
 NONE = {"suspend": 0, "limit": 0, "idle": 0}
 
@@ -121,10 +120,7 @@ def test_blocks_are_spilled_for_a_limit_and_at_idle(worlds):
 
 def test_what_is_stored_ahead_at_idle_is_for_a_limit():
     """A limit may come while an idle engine's piece is being stored."""
-    pool = SimpleNamespace(
-        _block_id_to_key={1: b"one", 2: b"two"}, _cached_blocks={b"one": {1: ""}, b"two": {2: ""}}
-    )
-    spill = Spill(Store(10), pool)
+    spill = Spill(Store(10), pool_of(b"one", b"two"))
     spill.begin([Cached(b"one", 1)], "idle")
     spill.add([Cached(b"two", 2)])
     spill.planned([one.key for one in spill.next()])
@@ -132,8 +128,7 @@ def test_what_is_stored_ahead_at_idle_is_for_a_limit():
 
 
 def test_stores_of_the_connector_itself_are_not_the_spills():
-    pool = SimpleNamespace(_block_id_to_key={1: b"one"}, _cached_blocks={b"one": {1: ""}})
-    spill = Spill(Store(10), pool)
+    spill = Spill(Store(10), pool_of(b"one"))
     spill.begin([Cached(b"one", 1)])
     spill.planned([b"one"], ours=False)
     assert (spill.count.planned, spill.counts.spilled, set(spill.counts.away)) == (1, NONE, set())

@@ -5,8 +5,8 @@ import re
 from types import SimpleNamespace
 
 import pytest
-from fakes import module, raising
-from suspend_world import Pause, Scheduler, worlds
+from fakes import module, raising, transfer
+from suspend_world import Pause, Scheduler
 
 from kvpatch import admitted, state
 from kvpatch.environ import HOST_POOL, duration
@@ -20,8 +20,6 @@ from kvpatch.patches.suspend.suspension import Cannot, Suspension
 from kvpatch.patches.suspend.watch import Look
 from kvpatch.status import record
 from kvpatch.versions import Facts, Installed
-
-__all__ = ["worlds"]
 
 
 class OffloadingConnector(SimpleNamespace):
@@ -230,12 +228,8 @@ def test_what_is_no_time(text):
 
 
 def config_with(connector, **extra):
-    transfer = None
-    if connector is not None:
-        transfer = SimpleNamespace(
-            kv_connector=connector, kv_connector_module_path=None, kv_connector_extra_config=extra
-        )
-    return SimpleNamespace(kv_transfer_config=transfer, cache_config=SimpleNamespace(block_size=32))
+    told = None if connector is None else transfer(connector, **extra)
+    return SimpleNamespace(kv_transfer_config=told, cache_config=SimpleNamespace(block_size=32))
 
 
 def refused(config, release="0.32.0", idle="30s"):

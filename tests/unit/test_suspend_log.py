@@ -4,12 +4,10 @@ import logging
 import re
 
 import pytest
-from suspend_world import MOST, PAGE, filled, worlds
+from suspend_world import MOST, PAGE, filled
 
 from kvpatch.patches.suspend.server import Question
 from kvpatch.sizes import readable
-
-__all__ = ["worlds"]
 
 
 @pytest.fixture

@@ -4,13 +4,11 @@ import random
 from contextlib import suppress
 
 import pytest
-from suspend_world import BLOCKS, MOST, PAGE, Pause, worlds
+from suspend_world import BLOCKS, MOST, PAGE, Pause
 
 from kvpatch.patches.suspend import spill
 from kvpatch.patches.suspend.suspension import Cannot, Phase
 from kvpatch.upstream import kvcached_api
-
-__all__ = ["worlds"]
 
 STEPS = 200
 

@@ -161,9 +161,6 @@ def test_importing_kvpatch_after_vllm_is_an_error(python):
         "kvpatch first, or set KVPATCH=1 in the environment, or set KVPATCH=0 to leave vllm as "
         "it is. [KVP109]"
     )
-
-
-def test_importing_kvpatch_after_vllm_is_allowed_when_it_is_off(python):
     assert python("import vllm, kvpatch", KVPATCH="0").code == 0
 
 
