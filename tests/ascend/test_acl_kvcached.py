@@ -49,9 +49,7 @@ def test_mapping_takes_pages_and_unmapping_gives_them_back(life):
     assert life["free after unmapping"] == life["free after reserving"]
 
 
-def test_a_mapped_page_keeps_its_bytes_and_an_unmapped_one_loses_them(
-    life,
-):
+def test_a_mapped_page_keeps_its_bytes_and_an_unmapped_one_loses_them(life):
     assert life["written"] == [7, 7, 7]
     assert life["after unmapping"] != [7, 7, 7]
 

@@ -42,9 +42,7 @@ def test_what_the_probe_asks_is_right_by_the_documents(done, question):
     assert line.startswith(f"{question}: right: "), done.stdout + done.stderr
 
 
-def test_a_page_that_is_unmapped_under_a_copy_is_lost_here(
-    done,
-):
+def test_a_page_that_is_unmapped_under_a_copy_is_lost_here(done):
     assert "a page unmapped under a copy: seen: unmap returned after " in done.stdout
     assert "the bytes were lost" in done.stdout
 

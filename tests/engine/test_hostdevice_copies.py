@@ -70,9 +70,7 @@ def test_vllms_worker_copies_there_and_back_and_names_the_bytes_it_moved():
     worker.shutdown()
 
 
-def test_the_shared_region_is_registered_and_deregistered_and_leaves_no_file(
-    monkeypatch,
-):
+def test_the_shared_region_is_registered_and_deregistered_and_leaves_no_file(monkeypatch):
     monkeypatch.setattr(HostRegistration, "ranges", {})
     shared = SharedOffloadRegion("kvpatch-test-copies", ROWS, 0, SIZE, SIZE, lambda: None)
     worker = CPUOffloadingWorker(canonical(Regions([rows()], [[0]])), 1, ROWS, shared)
@@ -105,9 +103,7 @@ def test_a_process_is_stopped_in_a_copy_of_one_way(name, passed, tmp_path, monke
     assert region[:, 0].tolist()[:3] == [0, 1, 1]
 
 
-def test_a_range_is_registered_once_and_deregistered_once(
-    monkeypatch,
-):
+def test_a_range_is_registered_once_and_deregistered_once(monkeypatch):
     monkeypatch.setattr(HostRegistration, "ranges", {})
     runtime = HostRegistration()
     assert runtime.cudaHostRegister(0, 10) == runtime.cudaHostRegister(4096, 0) == 1

@@ -261,12 +261,7 @@ def hung_renaming(monkeypatch):
     "the disk hangs when a block file gets its name",
     "the file is not found until then; the engine goes on without the tier",
 )
-def test_a_disk_that_hangs_while_renaming(
-    impatient,
-    tiers,
-    small,
-    hung_renaming,
-):
+def test_a_disk_that_hangs_while_renaming(impatient, tiers, small, hung_renaming):
     disk = small("disk", 64 * FILE)
     one = tiers(disk)
     store_without_waiting(one, 1)

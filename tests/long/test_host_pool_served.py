@@ -72,9 +72,7 @@ def serve(request, models, device, tmp_path):
     return serve
 
 
-def test_memory_comes_back_and_a_killed_server_takes_nothing_from_another(
-    serve,
-):
+def test_memory_comes_back_and_a_killed_server_takes_nothing_from_another(serve):
     def answers(server: Server) -> list[Any]:
         return [server.complete(prompt)["tokens"] for prompt in LOAD]
 

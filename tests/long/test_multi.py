@@ -18,14 +18,7 @@ from harness.engines.runs import Run
     [("eager", False), ("lazy", True)],
     ids=["eager-non-contiguous", "lazy-contiguous"],
 )
-def test_simple_is_right_in_it_too(
-    engine,
-    models,
-    device,
-    tmp_path,
-    mode,
-    contiguous,
-):
+def test_simple_is_right_in_it_too(engine, models, device, tmp_path, mode, contiguous):
     run = Run(contiguous=contiguous, simple=mode)
     compare_simple_inside(run, engine, models(run.model), device, tmp_path)
 

@@ -49,12 +49,7 @@ ONE_OF_EACH = pytest.mark.parametrize("sleeper", ["offloading", "lazy"], indirec
 
 
 @pytest.fixture(scope="module")
-def sleeper(
-    request,
-    models,
-    device,
-    tmp_path_factory,
-):
+def sleeper(request, models, device, tmp_path_factory):
     name = f"sleep-{os.getpid()}-{list(KINDS).index(request.param)}"
     more = {"KVCACHED_IPC_NAME": name, "VLLM_SERVER_DEV_MODE": "1"}
     run = replace(KINDS[request.param], environment=tuple(more.items()))

@@ -76,12 +76,7 @@ CONNECTORS = pytest.mark.parametrize("suspended", ["offloading", "eager", "lazy"
 
 
 @pytest.fixture(scope="module")
-def suspended(
-    request,
-    models,
-    device,
-    tmp_path_factory,
-):
+def suspended(request, models, device, tmp_path_factory):
     name = f"suspend-{os.getpid()}-{list(KINDS).index(request.param)}"
     run = named(KINDS[request.param], name)
     folder = tmp_path_factory.mktemp("serve")
@@ -188,9 +183,7 @@ def test_asked_by_several_at_once_and_again_and_again(suspended):
 
 
 @CONNECTORS
-def test_under_load_it_is_suspended_and_resumed_without_a_wrong_token(
-    suspended,
-):
+def test_under_load_it_is_suspended_and_resumed_without_a_wrong_token(suspended):
     """A request may be anywhere: computed, generated, loaded, or preempted a moment ago."""
     stop = threading.Event()
 

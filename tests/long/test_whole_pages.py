@@ -36,9 +36,7 @@ def test_less_than_a_page_does_not_start(kind, start):
     assert "[KVP425]" in ended.log
 
 
-def test_the_longest_request_of_a_length_that_vllm_chose_is_answered(
-    start,
-):
+def test_the_longest_request_of_a_length_that_vllm_chose_is_answered(start):
     longest = (4 * PAGE - 1) * BLOCK
     ended = start(Run(blocks=4 * PAGE + 12), -1, longest)
     (answer,) = ended.round(0)

@@ -52,14 +52,6 @@ def test_without_the_fence_blocks_are_lost(fences, vllm):
 @LAYOUTS
 @pytest.mark.parametrize("vllm", LATER)
 @pytest.mark.parametrize("mode", ["eager", "lazy"])
-def test_simple_is_right_in_it_too(
-    engine,
-    models,
-    device,
-    tmp_path,
-    vllm,
-    mode,
-    contiguous,
-):
+def test_simple_is_right_in_it_too(engine, models, device, tmp_path, vllm, mode, contiguous):
     run = Run(contiguous=contiguous, simple=mode, vllm=vllm)
     compare_simple_inside(run, engine, models(run.model), device, tmp_path)

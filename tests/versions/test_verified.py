@@ -63,12 +63,7 @@ def renamed(release: str, folder: Path) -> str:
 
 
 @pytest.fixture(scope="module", params=COMBINATIONS)
-def operators(
-    request,
-    models,
-    device,
-    tmp_path_factory,
-):
+def operators(request, models, device, tmp_path_factory):
     combination = COMBINATIONS[request.param]
     environment = environment_of(device, tmp_path_factory.mktemp("home"))
     if combination.release:
