@@ -3,12 +3,11 @@
 Beside ``harness.models``, whose recorded runs are of the models as they are there.
 """
 
-import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
+from harness.model_cache import command
 from harness.models import hybrid_shape, make_tokenizer
 
 KIND, LATENT, HYBRID = ("experts", "latent experts", "hybrid experts")
@@ -272,15 +271,5 @@ def from_the_last_state(layer: str, size: int) -> dict[str, Any]:
     }
 
 
-def main(*arguments: str) -> None:
-    """Run the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--kind", choices=KINDS, default=KIND)
-    parser.add_argument("--kv-heads", type=int, default=4)
-    given = parser.parse_args(arguments)
-    print(make_model(given.folder, given.kind, given.kv_heads))
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    command(KINDS, make_model)

@@ -14,8 +14,6 @@ from kvpatch.hostdevice.acl import library
 sys.path.append(str(Path(__file__).parent))
 from acl_runtime import ACL
 
-MIB = 1 << 20
-
 
 @pytest.fixture(scope="session")
 def emulator(tmp_path_factory):

@@ -3,10 +3,9 @@
 import os
 import subprocess
 from contextlib import ExitStack
-from dataclasses import replace
 
 from harness.engines.balance_alone import command_for
-from harness.engines.runs import Run, engine_arguments, prompts
+from harness.engines.runs import Run, prompts
 from harness.engines.serving import eventually, watched
 from kvpatch import control
 
@@ -14,20 +13,13 @@ COUNT = 6
 RUN = Run(blocks=300)
 
 
-def test_memory_goes_where_it_is_needed_and_nothing_is_lost(models, device, tmp_path):
+def test_memory_goes_where_it_is_needed_and_nothing_is_lost(device, tmp_path):
     names = [f"balance-{os.getpid()}-{number}" for number in range(2)]
     with ExitStack() as stack:
         servers = []
         for name in names:
-            named = (
-                ("KVCACHED_IPC_NAME", name),
-                ("KVCACHED_MAX_CACHED_TOKENS", "-1"),
-            )
-            run = replace(RUN, environment=(*RUN.environment, *named))
-            folder = tmp_path / name
-            folder.mkdir()
-            started = watched(models(run.model), engine_arguments(run), device.environ(run), folder)
-            servers.append(stack.enter_context(started))
+            run = RUN.within({"KVCACHED_IPC_NAME": name, "KVCACHED_MAX_CACHED_TOKENS": "-1"})
+            servers.append(stack.enter_context(watched(run, device, tmp_path / name)))
         first = [[one.complete(prompt)["tokens"] for prompt in prompts(COUNT)] for one in servers]
         page = control.find(names[0]).demand()["page"]
         most = control.find(names[0]).said["most"]

@@ -72,9 +72,6 @@ def assert_tokens(ours: list[Any], theirs: list[Any]) -> None:
     assert widest_gap(ours, theirs) < 1e-4
 
 
-Plain = Callable[[str], list[Any]]
-
-
 @pytest.fixture(scope="module")
 def plain(serve):
     """What plain vLLM answers to the three prompts of a kind, and to those in between."""
@@ -98,12 +95,6 @@ def plain(serve):
         return answers
 
     return of
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """The model with other weights."""
-    return models.make_model(tmp_path_factory.mktemp("trained") / "llama-4", seed=8)
 
 
 ASKED = [[TOKENS], *FILL[:2]]

@@ -19,14 +19,12 @@ from harness.engines.oracle import PLAIN, assert_same, assert_same_round, cached
 from harness.engines.pools import TWO_RANKS, Pooled, agrees, is_gone, live, name_of, pool_of
 from harness.engines.runs import ALL, Run, block_bytes, python_of
 from harness.engines.tiers import (
-    APART,
     PATIENT,
     SAME_HASHES,
     SMALL,
     answers,
     assert_comes_back,
-    assert_plain,
-    hits,
+    assert_found,
     on,
 )
 from kvpatch.environ import HOST_POOL
@@ -34,10 +32,9 @@ from kvpatch.pool import ledger
 
 MIB = 1 << 20
 NAME = name_of("")
-POOL = ((HOST_POOL.name, f"256MiB@{NAME}"),)  # extents of 4 MiB
+POOL = {HOST_POOL.name: f"256MiB@{NAME}"}  # extents of 4 MiB
 INSIDE = ("OffloadingConnector",)
 TRIES = 60
-Start = Callable[..., Pooled]
 
 # Their names are those of pools too, of letters alone.
 KINDS: dict[str, dict[str, Any]] = {
@@ -80,7 +77,7 @@ def tokens(records: list[Any]) -> list[Any]:
 @MODELS
 @pytest.mark.parametrize("inside", [(), INSIDE], ids=["alone", "inside"])
 def test_prompts_from_a_tier_in_a_pool_give_plain_vllms_tokens(engine, model, inside):
-    ours = engine(Run(model=model, inside=inside, environment=POOL))
+    ours = engine(Run(model=model, inside=inside).within(POOL))
     assert_same(ours, engine(replace(PLAIN, model=model)))
     assert [record["cached"] for record in ours.round(1)] == [640] * ALL
     assert ours.result["changed"] == []
@@ -90,7 +87,7 @@ def test_prompts_from_a_tier_in_a_pool_give_plain_vllms_tokens(engine, model, in
 @PAIRS
 def test_so_they_do_from_the_simple_connectors(engine, mode, model, contiguous):
     run = Run(model=model, simple=mode, contiguous=contiguous)
-    ours = engine(replace(run, environment=POOL))
+    ours = engine(run.within(POOL))
     assert_same(ours, engine(replace(PLAIN, model=model)))
     assert "host_pool.simple_tensors" in ours.result["patches"]
     copies = ours.result["simple"]
@@ -105,32 +102,26 @@ def test_so_they_do_from_the_simple_connectors(engine, mode, model, contiguous):
 def test_prompts_that_a_pool_evicted_come_back_from_disk(
     serve, engine, tmp_path, model, contiguous
 ):
-    run = in_pool(on(tmp_path, model=model, contiguous=contiguous))
+    run = on(tmp_path, model=model, contiguous=contiguous).within(POOL)
     finished = serve(run, times=2, watch=True, engine=SMALL[model])
     assert_comes_back(finished, engine(replace(PLAIN, model=model)))
     assert any(patch.startswith("host_pool.") for patch in finished.result["patches"])
-
-
-def in_pool(run: Run) -> Run:
-    return replace(run, environment=(*run.environment, *POOL))
 
 
 @pytest.mark.parametrize("of_disk", ["pool", "own"])
 def test_a_tier_in_a_pool_and_one_of_its_own_read_one_disk(serve, engine, tmp_path, of_disk):
     """A file's identity is not that of the memory it was written from."""
     run = on(tmp_path)
-    first, then = (in_pool(run), run) if of_disk == "pool" else (run, in_pool(run))
+    first, then = (run.within(POOL), run) if of_disk == "pool" else (run, run.within(POOL))
     answers(serve(first))
-    records = answers(serve(then))
-    assert_plain(records, engine(PLAIN))
-    assert hits(records) == [640] * APART
+    assert_found(serve(then), engine(PLAIN))
 
 
 @pytest.mark.parametrize("mode", ["", "eager", "lazy"])
 def test_a_pool_smaller_than_the_load_evicts_and_stays_right(engine, mode):
     name = f"{NAME}small{mode}"
     size = 100 * block_bytes(Run())
-    ours = engine(Run(simple=mode, environment=((HOST_POOL.name, f"{size}@{name}"),)))
+    ours = engine(Run(simple=mode).within({HOST_POOL.name: f"{size}@{name}"}))
     assert_same(ours, engine(PLAIN))
     copies = ours.result["simple"] if mode else ours.result
     assert copies["evicted"] > 0

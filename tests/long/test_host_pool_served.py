@@ -8,11 +8,10 @@ from typing import Any
 import psutil
 import pytest
 
-from harness.engines.pools import STORED, name_of
-from harness.engines.runs import Run, block_bytes, engine_arguments, prompts
+from harness.engines.pools import STORED, name_of, pool_of
+from harness.engines.runs import Run, block_bytes, prompts
 from harness.engines.serving import eventually, watched
 from harness.serve import Server
-from kvpatch.environ import HOST_POOL
 from kvpatch.pool import ledger
 
 MIB = 1 << 20
@@ -57,17 +56,12 @@ def committed() -> int:
 
 
 @pytest.fixture(params=["", "eager"], ids=["OffloadingConnector", "SimpleCPUOffloadConnector"])
-def serve(request, models, device, tmp_path):
+def serve(request, device, tmp_path):
     """Start a server in the pool, with one of the connectors."""
-    run = Run(environment=((HOST_POOL.name, f"{SIZE}@{NAME}"),), simple=request.param)
+    run = pool_of(SIZE, "served", request.param)
 
     def serve(stack: ExitStack, name: str) -> Server:
-        folder = tmp_path / name
-        folder.mkdir()
-        own = device.environ(run)
-        return stack.enter_context(
-            watched(models("llama"), engine_arguments(run), own, folder, fresh=True)
-        )
+        return stack.enter_context(watched(run, device, tmp_path / name, fresh=True))
 
     return serve
 

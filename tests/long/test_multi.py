@@ -18,9 +18,8 @@ from harness.engines.runs import Run
     [("eager", False), ("lazy", True)],
     ids=["eager-non-contiguous", "lazy-contiguous"],
 )
-def test_simple_is_right_in_it_too(engine, models, device, tmp_path, mode, contiguous):
-    run = Run(contiguous=contiguous, simple=mode)
-    compare_simple_inside(run, engine, models(run.model), device, tmp_path)
+def test_simple_is_right_in_it_too(engine, serve, mode, contiguous):
+    compare_simple_inside(Run(contiguous=contiguous, simple=mode), engine, serve)
 
 
 class DiskFences(Fences):
@@ -54,13 +53,8 @@ class DiskFences(Fences):
         return verdict, json.loads(result.read_text())
 
 
-@pytest.fixture(scope="module")
-def fences(models, device, tmp_path_factory):
-    return DiskFences(models, device, tmp_path_factory.mktemp("fence"))
-
-
 def test_with_the_fence_no_wrong_block_reaches_the_disk(fences, tmp_path):
-    verdict, result = fences.on_disk(tmp_path / "fenced", fenced=True)
+    verdict, result = fences(DiskFences).on_disk(tmp_path / "fenced", fenced=True)
     assert verdict["right"] >= 40
     assert verdict["wrong"] == 0
     assert result["scenarios"]["finish"]["wrong"] == 0
@@ -69,5 +63,5 @@ def test_with_the_fence_no_wrong_block_reaches_the_disk(fences, tmp_path):
 
 
 def test_without_the_fence_wrong_blocks_reach_the_disk(fences, tmp_path):
-    verdict, _ = fences.on_disk(tmp_path / "bare", fenced=False)
+    verdict, _ = fences(DiskFences).on_disk(tmp_path / "bare", fenced=False)
     assert verdict["wrong"] > 0

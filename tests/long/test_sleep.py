@@ -14,7 +14,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from harness.engines import plugins
-from harness.engines.runs import Run, engine_arguments, prompts
+from harness.engines.runs import Run, prompts
 from harness.engines.serving import Asked, eventually, watched
 
 COUNT = 6
@@ -49,18 +49,14 @@ ONE_OF_EACH = pytest.mark.parametrize("sleeper", ["offloading", "lazy"], indirec
 
 
 @pytest.fixture(scope="module")
-def sleeper(request, models, device, tmp_path_factory):
+def sleeper(request, device, tmp_path_factory):
     name = f"sleep-{os.getpid()}-{list(KINDS).index(request.param)}"
-    more = {"KVCACHED_IPC_NAME": name, "VLLM_SERVER_DEV_MODE": "1"}
-    run = replace(KINDS[request.param], environment=tuple(more.items()))
-    arguments = engine_arguments(run) | {"enable_sleep_mode": True}
+    run = KINDS[request.param].within({"KVCACHED_IPC_NAME": name})
     folder = tmp_path_factory.mktemp("serve")
-    environment = device.environ(run) | {plugins.GATE: str(folder / "gate")}
-    plugged = plugins.install(folder / "plugin", plugins.stop_when_running.__name__)
-    environment["PYTHONPATH"] = os.pathsep.join((plugged, environment["PYTHONPATH"]))
-    with watched(models(run.model), arguments, environment, folder) as server:
+    plugged = plugins.stop_when_running
+    with watched(run, device, folder, plugged, enable_sleep_mode=True) as server:
         first = [server.complete(prompt) for prompt in prompts(COUNT)]
-        yield Sleeper(server, name, first, folder / "gate")
+        yield Sleeper(server, name, first)
 
 
 @EVERY

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from harness.engines import kill_points, plugins
-from harness.engines.runs import Device, Run, engine_arguments, prompts
+from harness.engines.runs import Device, Run, prompts
 from harness.engines.serving import Asked, eventually, watched
 from harness.kills import Served
 from harness.serve import Server
@@ -31,7 +31,6 @@ from kvpatch.hostdevice import ledger
 COUNT = 6
 TOKENS = 640  # of a prompt, in whole blocks
 LONG = 40  # tokens to generate: a request that the engine stops in the middle of
-GATE = "gate"
 LOADED = "vllm:external_prefix_cache_hits_total"
 ON_THE_DEVICE = "vllm:prefix_cache_hits_total"
 LENT = "vllm:kvpatch_device_lent_bytes"
@@ -50,22 +49,15 @@ KINDS = {
 
 def named(run: Run, name: str, **more: str) -> Run:
     """A run under a kvcached name of its own."""
-    return replace(run, environment=(*run.environment, ("KVCACHED_IPC_NAME", name), *more.items()))
+    return run.within({"KVCACHED_IPC_NAME": name, **more})
 
 
 @contextmanager
-def started(
-    run: Run, model: Path, device: Device, folder: Path, asynchronous: bool = True, ranks: int = 1
-) -> Iterator[Server]:
+def started(run: Run, device: Device, folder: Path, asynchronous: bool = True) -> Iterator[Server]:
     """A server of a run."""
-    environment = device.environ(run)
-    loaded = [plugins.stop_when_running, *[plugins.schedule_asynchronously] * asynchronous]
-    folders = plugins.install(folder / "plugin", *(one.__name__ for one in loaded))
-    environment["PYTHONPATH"] = os.pathsep.join((folders, environment["PYTHONPATH"]))
-    environment[plugins.GATE] = str(folder / GATE)
-    environment["VLLM_LOGGING_LEVEL"] = "DEBUG"  # says how it schedules
-    arguments = engine_arguments(run) | {"tensor_parallel_size": ranks}
-    with watched(model, arguments, environment, folder) as server:
+    plugged = [plugins.stop_when_running, *[plugins.schedule_asynchronously] * asynchronous]
+    said = {"VLLM_LOGGING_LEVEL": "DEBUG"}  # how it schedules
+    with watched(run.within(said), device, folder, *plugged) as server:
         assert ("Batch queue is enabled" in server.log) is asynchronous
         yield server
 
@@ -76,14 +68,14 @@ CONNECTORS = pytest.mark.parametrize("suspended", ["offloading", "eager", "lazy"
 
 
 @pytest.fixture(scope="module")
-def suspended(request, models, device, tmp_path_factory):
+def suspended(request, device, tmp_path_factory):
     name = f"suspend-{os.getpid()}-{list(KINDS).index(request.param)}"
     run = named(KINDS[request.param], name)
     folder = tmp_path_factory.mktemp("serve")
     asynchronous = "synchronous" not in request.param
-    with started(run, models(run.model), device, folder, asynchronous) as server:
+    with started(run, device, folder, asynchronous) as server:
         first = [server.complete(prompt) for prompt in prompts(COUNT)]
-        yield Asked(server, name, first, folder / GATE)
+        yield Asked(server, name, first)
 
 
 @EVERY
@@ -221,26 +213,26 @@ def lose_nothing(server: Server, name: str) -> None:
     assert server.metric(RESTORED) <= spilled
 
 
-def test_with_two_ranks_every_rank_has_stored_it(models, device, tmp_path):
+def test_with_two_ranks_every_rank_has_stored_it(device, tmp_path):
     name = f"suspend-ranks-{os.getpid()}"
-    run = named(replace(OFFLOADING, simple="lazy"), name)
-    with started(run, models(run.model), device, tmp_path, False, ranks=2) as server:
+    run = named(replace(OFFLOADING, simple="lazy", ranks=2), name)
+    with started(run, device, tmp_path, asynchronous=False) as server:
         lose_nothing(server, name)
         assert server.metric(RESTORED) <= COUNT * TOKENS // 32
 
 
 @pytest.mark.parametrize("model", ["sliding", "latent"])
-def test_of_other_models_nothing_is_lost(models, device, tmp_path, model):
+def test_of_other_models_nothing_is_lost(device, tmp_path, model):
     name = f"suspend-{model}-{os.getpid()}"
     run = named(replace(OFFLOADING, simple="lazy", model=model), name)
-    with started(run, models(model), device, tmp_path) as server:
+    with started(run, device, tmp_path) as server:
         lose_nothing(server, name)
 
 
-def test_a_small_tier_says_what_it_does_not_keep(models, device, tmp_path):
+def test_a_small_tier_says_what_it_does_not_keep(device, tmp_path):
     name = f"suspend-small-{os.getpid()}"
     run = named(replace(OFFLOADING, cpu_blocks=60), name)
-    with started(run, models(run.model), device, tmp_path) as server:
+    with started(run, device, tmp_path) as server:
         first = [server.complete(prompt) for prompt in prompts(COUNT)]
         engine = control.find(name)
         with pytest.raises(control.Refused, match=r"no room for \d+ blocks"):
@@ -254,17 +246,15 @@ def test_a_small_tier_says_what_it_does_not_keep(models, device, tmp_path):
         assert [one["tokens"] for one in again] == [one["tokens"] for one in first]
 
 
-def test_its_pages_are_its_neighbours(models, tmp_path_factory):
+def test_its_pages_are_its_neighbours(tmp_path):
     """A device with room for one of the two."""
-    folder = tmp_path_factory.mktemp("small")
-    device = Device(folder, size="112MiB")
+    device = Device(tmp_path, size="112MiB")
     names = [f"suspend-{word}-{os.getpid()}" for word in ("gives", "takes")]
     runs = [named(OFFLOADING, name) for name in names]
-    model = models("llama")
     asked = prompts(COUNT)
     with (
-        started(runs[0], model, device, tmp_path_factory.mktemp("gives")) as gives,
-        started(runs[1], model, device, tmp_path_factory.mktemp("takes")) as takes,
+        started(runs[0], device, tmp_path / "gives") as gives,
+        started(runs[1], device, tmp_path / "takes") as takes,
     ):
         first = [gives.complete(prompt) for prompt in asked]
         before = control.find(names[1]).said["mapped"]
@@ -353,10 +343,10 @@ def killed_at(
     assert [one.name for one in control.engines() if one.name == name] == []
 
 
-def test_an_idle_engine_gives_its_pages_back_by_itself(models, device, tmp_path):
+def test_an_idle_engine_gives_its_pages_back_by_itself(device, tmp_path):
     name = f"suspend-idle-{os.getpid()}"
     run = named(OFFLOADING, name, KVPATCH_IDLE="2s")
-    with started(run, models(run.model), device, tmp_path) as server:
+    with started(run, device, tmp_path) as server:
         first = [server.complete(prompt) for prompt in prompts(COUNT)]
         full = control.find(name).said["mapped"]
         assert eventually(lambda: control.find(name).said["mapped"] < full // 4, 60)

@@ -66,7 +66,7 @@ def test_memory_of_other_models_is_given_back(start_in_pool, engine, run, simple
 @MODELS
 def test_memory_is_given_back_with_a_disk_behind_it(start_in_pool, engine, tmp_path, model, vllm):
     run = replace(pool_of(SIZE, "use"), model=model, vllm=vllm, tiers=(str(tmp_path / "disk"),))
-    run = replace(run, environment=(*run.environment, SAME_HASHES))
+    run = run.within(dict([SAME_HASHES]))
     *_, last = compare(start_in_pool, engine, run)
     # What the tier had to give back is on the disk.
     assert cached(last) > 0

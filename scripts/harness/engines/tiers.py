@@ -40,12 +40,16 @@ def hits(records: list[Any]) -> list[int]:
     return [record["cached"] for record in records]
 
 
+def assert_found(finished: Finished, plain: Finished, tokens: int = 640, time: int = 0) -> None:
+    """The prompts are answered as by plain vLLM, and so many tokens of each were not computed."""
+    assert_plain(answers(finished, time), plain)
+    assert hits(answers(finished, time)) == [tokens] * APART
+
+
 def assert_comes_back(finished: Finished, plain: Finished) -> None:
     """The second time, prompts that device and CPU tier no longer have come from the disk."""
-    assert_plain(answers(finished), plain)
-    assert_plain(answers(finished, 1), plain)
-    assert hits(answers(finished)) == [0] * APART
-    assert hits(answers(finished, 1)) == [640] * APART
+    assert_found(finished, plain, 0)
+    assert_found(finished, plain, time=1)
     assert finished.result["evicted"] > 0
     assert finished.result["returned"] >= APART * 20
     assert finished.result["changed"] == []
