@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from harness import namespaces
+from harness.engines.serving import eventually
 from harness.engines.tier_classes import LONG, ROW
 from kvpatch.environ import TIER_PATIENCE
 
@@ -167,16 +168,9 @@ def store_without_waiting(one: Any, *numbers: int) -> None:
         one.tier.drain_jobs = drain
 
 
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + LONG
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 def is_used_again(one: Any, *numbers: int) -> None:
     """Its blocks are found; on a busy machine an answer can be late once more."""
-    until(lambda: one.find(*numbers) == list(numbers))
+    assert eventually(lambda: one.find(*numbers) == list(numbers), LONG)
 
 
 def late_in_a_write(tiers: Callable[..., Any], device: namespaces.Disk) -> Any:
@@ -185,7 +179,7 @@ def late_in_a_write(tiers: Callable[..., Any], device: namespaces.Disk) -> Any:
     one.store(1)
     device.hang()
     store_without_waiting(one, 2)
-    until(lambda: one.tier.late)
+    assert eventually(lambda: one.tier.late, LONG)
     return one
 
 
@@ -265,7 +259,7 @@ def test_a_disk_that_hangs_while_renaming(impatient, tiers, small, hung_renaming
     disk = small("disk", 64 * FILE)
     one = tiers(disk)
     store_without_waiting(one, 1)
-    until(lambda: one.tier.late)
+    assert eventually(lambda: one.tier.late, LONG)
     assert files(disk) == []
     assert one.find(1) == [1]  # from the CPU tier
     assert one.find(2) == []

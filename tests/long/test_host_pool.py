@@ -5,8 +5,7 @@ A kind is a connector, what is around it or behind it, and a model.
 
 import json
 import subprocess
-import time
-from collections.abc import Callable
+import sys
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -16,8 +15,9 @@ import pytest
 
 from harness.engines.fixtures import MODEL_PAIRS, MODELS, PAIRS
 from harness.engines.oracle import PLAIN, assert_same, assert_same_round, cached
-from harness.engines.pools import TWO_RANKS, Pooled, agrees, is_gone, live, name_of, pool_of
-from harness.engines.runs import ALL, Run, block_bytes, python_of
+from harness.engines.pools import TWO_RANKS, Pooled, agrees, is_gone, live, name_of, pool_of, share
+from harness.engines.runs import ALL, Run, block_bytes
+from harness.engines.serving import eventually
 from harness.engines.tiers import (
     PATIENT,
     SAME_HASHES,
@@ -193,38 +193,8 @@ def test_an_idle_engine_makes_room_and_a_killed_one_leaves_it(
     start_in_pool, engine, tmp_path, kind
 ):
     """A pool of 48 MiB, in which tiers of both connectors count alike."""
-    size, name = 48 * MIB, f"two{kind}"
-    plain = tokens(engine(PLAIN).round(0)[:8])
-    one = start_in_pool(of_kind(kind, size, name, tmp_path))
-    one.do("round", "8")
-    full = one.do("see")
-    assert agrees(full, one.simple), full
-    assert full["committed"] > size // 2
-    two = start_in_pool(of_kind("offloading", size, name, tmp_path))
-    two.do("round", "8")
-    shared = two.do("see")
-    assert shared["engines"] == 2
-    assert shared["records"] <= size
-    assert shared["committed"] > full["extent"], "the other engine, which is idle, gave nothing"
-    if one.simple:
-        given = one.do("see")
-        assert agrees(given | {"limit": size}, simple=True), given
-        assert given["evicted"] > 0
-        assert tokens(one.do("round", "8")) == plain
-    one.kill()
-    two.do("alone")
-    if not one.simple:
-        left = two.do("see")
-        assert (left["resident"], left["evicted"]) == (shared["resident"], shared["evicted"])
-    two.do("round", "8")
-    again = two.do("round", "8")
-    last = two.do("see")
-    assert last["engines"] == 1
-    assert agrees(last), last
-    assert last["records"] == last["committed"] > size // 2
-    assert tokens(again) == plain
-    assert cached(again) > 0
-    is_gone(name, two)
+    runs = [of_kind(one, 48 * MIB, f"two{kind}", tmp_path) for one in (kind, "offloading")]
+    share(start_in_pool, runs, 48 * MIB, engine(PLAIN).round(0))
 
 
 def tiers_of(pid: int) -> set[tuple[int, int]]:
@@ -268,7 +238,7 @@ def test_the_memory_of_a_last_engine_that_is_killed_is_there_for_the_next(
         assert len(tiers) == 1
         assert len(users(tiers)) == (1 if ranks == 1 else 1 + ranks)
     one.kill()
-    until(lambda: ledger.show(ledger.home(name_of(name))) is None)  # nothing of it counts any more
+    assert eventually(lambda: ledger.show(ledger.home(name_of(name))) is None, 60)
     assert users(tiers) == set()
     following = start_in_pool(run, **more)
     begun = following.do("see")
@@ -287,11 +257,11 @@ def test_the_memory_of_a_last_engine_that_is_killed_is_there_for_the_next(
 # What is shown
 
 
-def said(one: Pooled, *words: str, **environment: str) -> Any:
+def said(one: Pooled, *words: str) -> Any:
     """What a command of kvpatch prints beside an engine, as JSON."""
     done = subprocess.run(
-        [python_of(""), "-m", "kvpatch", *words, "--json"],
-        env=one.environment | {"KVPATCH": "0"} | environment,
+        [sys.executable, "-m", "kvpatch", *words, "--json"],
+        env=one.environment | {"KVPATCH": "0"},
         capture_output=True,
         text=True,
         check=False,
@@ -329,12 +299,3 @@ def test_status_and_pool_show_what_an_engine_has(start_in_pool):
     assert shown_of(one)["limit"] == 8 * MIB
     assert tokens(one.do("round", "few")) == tokens(first)
     is_gone("shown", one)
-
-
-def until(true: Callable[[], bool]) -> None:
-    """Wait for what the kernel does."""
-    for _ in range(6000):
-        if true():
-            return
-        time.sleep(0.01)
-    raise AssertionError("it did not happen in a minute")
