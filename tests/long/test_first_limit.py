@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from harness.engines.oracle import PLAIN
-from harness.engines.runs import Run, prompts
-from harness.engines.serving import watched
+from harness.engines.runs import Run
+from harness.engines.serving import answers, watched
 from kvpatch import control
 
 COUNT = 6
@@ -39,12 +39,11 @@ def test_it_is_limited_from_the_start_and_answers_as_plain_vllm_does(
             assert abs(said["limit"] - said["most"] // 2) < page
         else:
             assert said["limit"] == said["most"]
-        answers = [server.complete(prompt)["tokens"] for prompt in prompts(COUNT)]
+        first = answers(server, COUNT)
         assert control.find(name).said["mapped"] <= said["limit"]
         control.find(name).limit(said["most"])
         assert control.find(name).said["limit"] == said["most"]
-        again = [server.complete(prompt)["tokens"] for prompt in prompts(COUNT)]
-        assert again == answers == expected
+        assert answers(server, COUNT) == first == expected
 
 
 def test_less_than_one_request_does_not_start(device, tmp_path):

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from harness.engines import plugins
 from harness.engines.runs import Run, prompts
-from harness.engines.serving import Asked, eventually, watched
+from harness.engines.serving import Asked, answers, eventually, watched
 
 COUNT = 6
 TOKENS = 640  # of a prompt, in whole blocks
@@ -55,8 +55,7 @@ def sleeper(request, device, tmp_path_factory):
     folder = tmp_path_factory.mktemp("serve")
     plugged = plugins.stop_when_running
     with watched(run, device, folder, plugged, enable_sleep_mode=True) as server:
-        first = [server.complete(prompt) for prompt in prompts(COUNT)]
-        yield Sleeper(server, name, first)
+        yield Sleeper(server, name, answers(server, COUNT))
 
 
 @EVERY
@@ -72,12 +71,11 @@ def test_level_1_gives_every_page_back_and_loses_nothing(sleeper):
     assert not waiting.done()
     before = sleeper.loaded()
     assert sleeper.post("/wake_up")["status"] == "awake"
-    assert waiting.result(60)["tokens"] == sleeper.first[0]["tokens"]
+    assert waiting.result(60)["tokens"] == sleeper.first[0]
     assert not sleeper.sleeping()
     assert eventually(lambda: sleeper.engine.phase == "runs")
     assert sleeper.engine.said["limit"] == said["most"]
-    again = [sleeper.server.complete(prompt) for prompt in prompts(COUNT)[1:]]
-    assert [one["tokens"] for one in again] == [one["tokens"] for one in sleeper.first[1:]]
+    sleeper.again()
     assert eventually(lambda: sleeper.loaded() - before == COUNT * TOKENS)
 
 
@@ -126,7 +124,7 @@ def test_resumed_while_it_sleeps_it_computes_nothing(sleeper):
     waiting = sleeper.begin(prompts(COUNT)[0])
     assert eventually(lambda: sleeper.engine.said["waiting"] == 1)
     sleeper.post("/wake_up")
-    assert waiting.result(60)["tokens"] == sleeper.first[0]["tokens"]
+    assert waiting.result(60)["tokens"] == sleeper.first[0]
     sleeper.again()
 
 
@@ -156,11 +154,10 @@ def test_released_kv_memory_is_the_devices_again_and_no_cache_is_kept(sleeper):
     assert eventually(lambda: sleeper.engine.said["waiting"] == 1)
     before = sleeper.loaded()
     assert sleeper.post("/wake_up", tags="kv_cache")["status"] == "awake"
-    assert waiting.result(60)["tokens"] == sleeper.first[0]["tokens"]
+    assert waiting.result(60)["tokens"] == sleeper.first[0]
     assert eventually(lambda: sleeper.engine.phase == "runs")
     assert sleeper.engine.said["limit"] == said["most"]
-    again = [sleeper.server.complete(prompt) for prompt in prompts(COUNT)[1:]]
-    assert [one["tokens"] for one in again] == [one["tokens"] for one in sleeper.first[1:]]
+    sleeper.again()
     assert sleeper.loaded() == before
 
 
@@ -201,11 +198,11 @@ def test_other_weights_find_no_block_that_a_sleep_kept(sleeper, models, others, 
         if asleep:
             sleeper.post("/wake_up", tags="kv_cache")
         before = sleeper.loaded()
-        answers = [sleeper.server.complete(prompt)["tokens"] for prompt in prompts(COUNT)]
+        found = answers(sleeper.server, COUNT)
         assert sleeper.loaded() == before
-        return answers
+        return found
 
     sleeper.again()
     other = replace_weights(others)
-    assert all(answer != one["tokens"] for answer, one in zip(other, sleeper.first, strict=True))
-    assert replace_weights(models(BASE.model)) == [one["tokens"] for one in sleeper.first]
+    assert all(one != before for one, before in zip(other, sleeper.first, strict=True))
+    assert replace_weights(models(BASE.model)) == sleeper.first

@@ -21,7 +21,7 @@ import pytest
 
 from harness.engines import kill_points, plugins
 from harness.engines.runs import Device, Run, prompts
-from harness.engines.serving import Asked, eventually, watched
+from harness.engines.serving import Asked, answers, eventually, watched
 from harness.kills import Served
 from harness.serve import Server
 from kvpatch import control
@@ -74,8 +74,7 @@ def suspended(request, device, tmp_path_factory):
     folder = tmp_path_factory.mktemp("serve")
     asynchronous = "synchronous" not in request.param
     with started(run, device, folder, asynchronous) as server:
-        first = [server.complete(prompt) for prompt in prompts(COUNT)]
-        yield Asked(server, name, first)
+        yield Asked(server, name, answers(server, COUNT))
 
 
 @EVERY
@@ -99,9 +98,8 @@ def test_its_pages_are_free_and_it_answers_the_same_afterwards(suspended):
     assert not waiting.done()
     before = suspended.loaded()
     assert engine.resume().phase == "runs"
-    assert waiting.result(60)["tokens"] == suspended.first[0]["tokens"]
-    again = [suspended.server.complete(prompt) for prompt in prompts(COUNT)[1:]]
-    assert [one["tokens"] for one in again] == [one["tokens"] for one in suspended.first[1:]]
+    assert waiting.result(60)["tokens"] == suspended.first[0]
+    suspended.again()
     assert eventually(lambda: suspended.loaded() - before == COUNT * TOKENS)
     assert eventually(lambda: suspended.server.metric(LENT) == 0)
     assert eventually(lambda: suspended.server.metric(SECONDS) > seconds)
@@ -180,11 +178,11 @@ def test_under_load_it_is_suspended_and_resumed_without_a_wrong_token(suspended)
     stop = threading.Event()
 
     def load() -> list[tuple[int, Any]]:
-        answers = []
+        given = []
         while not stop.is_set():
             for index, prompt in enumerate(prompts(COUNT)):
-                answers.append((index, suspended.server.complete(prompt)))
-        return answers
+                given.append((index, suspended.server.complete(prompt)))
+        return given
 
     loads = [suspended.pool.submit(load) for _ in range(3)]
     for pause in (0.0, 0.01, 0.03, 0.1, 0.3, 1.0):
@@ -194,18 +192,17 @@ def test_under_load_it_is_suspended_and_resumed_without_a_wrong_token(suspended)
     stop.set()
     for one in loads:
         for index, answer in one.result(300):
-            assert answer["tokens"] == suspended.first[index]["tokens"]
+            assert answer["tokens"] == suspended.first[index]
 
 
 def lose_nothing(server: Server, name: str) -> None:
     """Suspend and resume an engine in lazy mode, with the most to store."""
-    first = [server.complete(prompt) for prompt in prompts(COUNT)]
+    first = answers(server, COUNT)
     answer = control.find(name).suspend(timeout=120)
     assert (answer.lost, answer.mapped) == (0, answer.limit)
     before = server.metric(LOADED)
     control.find(name).resume()
-    again = [server.complete(prompt) for prompt in prompts(COUNT)]
-    assert [one["tokens"] for one in again] == [one["tokens"] for one in first]
+    assert answers(server, COUNT) == first
     assert eventually(lambda: server.metric(LOADED) - before == COUNT * TOKENS)
     spilled = server.metric(SPILLED, reason="suspend")
     assert server.metric(SPILLED) == spilled <= answer.said["planned"]
@@ -233,7 +230,7 @@ def test_a_small_tier_says_what_it_does_not_keep(device, tmp_path):
     name = f"suspend-small-{os.getpid()}"
     run = named(replace(OFFLOADING, cpu_blocks=60), name)
     with started(run, device, tmp_path) as server:
-        first = [server.complete(prompt) for prompt in prompts(COUNT)]
+        first = answers(server, COUNT)
         engine = control.find(name)
         with pytest.raises(control.Refused, match=r"no room for \d+ blocks"):
             engine.suspend(whole=True)
@@ -242,8 +239,7 @@ def test_a_small_tier_says_what_it_does_not_keep(device, tmp_path):
         assert answer.lost == planned.lost > 0
         assert answer.kept == 60
         engine.resume()
-        again = [server.complete(prompt) for prompt in prompts(COUNT)]
-        assert [one["tokens"] for one in again] == [one["tokens"] for one in first]
+        assert answers(server, COUNT) == first
 
 
 def test_its_pages_are_its_neighbours(tmp_path):
@@ -251,23 +247,21 @@ def test_its_pages_are_its_neighbours(tmp_path):
     device = Device(tmp_path, size="112MiB")
     names = [f"suspend-{word}-{os.getpid()}" for word in ("gives", "takes")]
     runs = [named(OFFLOADING, name) for name in names]
-    asked = prompts(COUNT)
     with (
         started(runs[0], device, tmp_path / "gives") as gives,
         started(runs[1], device, tmp_path / "takes") as takes,
     ):
-        first = [gives.complete(prompt) for prompt in asked]
+        first = answers(gives, COUNT)
         before = control.find(names[1]).said["mapped"]
         answer = control.find(names[0]).suspend(timeout=60)
-        theirs = [takes.complete(prompt) for prompt in asked]
+        theirs = answers(takes, COUNT)
         assert control.find(names[1]).said["mapped"] > before
         control.find(names[1]).suspend(timeout=60)
         control.find(names[0]).resume()
-        again = [gives.complete(prompt) for prompt in asked]
+        again = answers(gives, COUNT)
         control.find(names[1]).resume()
     assert answer.lost == 0
-    for answers in (theirs, again):
-        assert [one["tokens"] for one in answers] == [one["tokens"] for one in first]
+    assert theirs == again == first
 
 
 @pytest.mark.parametrize("phase", kill_points.PHASES)
@@ -347,14 +341,13 @@ def test_an_idle_engine_gives_its_pages_back_by_itself(device, tmp_path):
     name = f"suspend-idle-{os.getpid()}"
     run = named(OFFLOADING, name, KVPATCH_IDLE="2s")
     with started(run, device, tmp_path) as server:
-        first = [server.complete(prompt) for prompt in prompts(COUNT)]
+        first = answers(server, COUNT)
         full = control.find(name).said["mapped"]
         assert eventually(lambda: control.find(name).said["mapped"] < full // 4, 60)
         said = control.find(name).said
         assert (said["phase"], said["limit"]) == ("runs", said["most"])
         before = server.metric(ON_THE_DEVICE)
-        again = [server.complete(prompt) for prompt in prompts(COUNT)]
-        assert [one["tokens"] for one in again] == [one["tokens"] for one in first]
+        assert answers(server, COUNT) == first
 
         def hits() -> tuple[int, int]:
             return int(server.metric(LOADED)), int(server.metric(ON_THE_DEVICE) - before)

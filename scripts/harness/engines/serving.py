@@ -26,6 +26,11 @@ def eventually(condition: Callable[[], bool], seconds: float = 30) -> bool:
     return True
 
 
+def answers(server: Server, count: int) -> list[list[int]]:
+    """Return the tokens of the answers to the first prompts, asked one at a time."""
+    return [server.complete(prompt)["tokens"] for prompt in prompts(count)]
+
+
 class Forked(Server):
     """A server that is a fork of a ``ForkServer``, and whose engine and workers are forks of it.
 
@@ -91,12 +96,12 @@ class Asked:
 
     Attributes:
         name: its kvcached name.
-        first: what it answered to ``prompts(len(first))`` before anything was done with it.
+        first: its ``answers`` before anything was done with it.
     """
 
     server: Server
     name: str
-    first: list[Any]
+    first: list[list[int]]
     pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(8))
 
     @property
@@ -116,8 +121,7 @@ class Asked:
 
     def again(self) -> None:
         """Ask everything again, and assert the same answers."""
-        answers = [self.server.complete(prompt)["tokens"] for prompt in prompts(len(self.first))]
-        assert answers == [one["tokens"] for one in self.first]
+        assert answers(self.server, len(self.first)) == self.first
 
     def loaded(self) -> int:
         """Tokens that came from the tier so far."""
