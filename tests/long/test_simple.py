@@ -85,9 +85,8 @@ def test_a_common_prefix_is_there_after_the_device_lost_it(engine, mode):
 
 @pytest.mark.parametrize("native", [True, False])
 def test_without_the_native_pool_a_cpu_block_maps_and_unmaps_pages_of_the_device(serve, native):
-    reverted = () if native else ("simple_offload.cpu_coordinator",)
-    run = Run(simple="eager", revert=reverted).within(BARE)
-    ended = serve(run, rounds=[], take_cpu_blocks=True)
+    run = Run(simple="eager", revert=() if native else ("simple_offload.cpu_coordinator",))
+    ended = serve(run.within(BARE), rounds=[], take_cpu_blocks=True)
     assert ended.code == 0, ended.log[-3000:]
     before, taken, freed = ended.result["charged"]
     if native:
