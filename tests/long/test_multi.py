@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness.engines.fences import BARE, Fences
+from harness.engines.fences import Fences
 from harness.engines.multi import INSIDE, compare_simple_inside
 from harness.engines.runs import Run
 
@@ -25,21 +25,13 @@ def test_simple_is_right_in_it_too(engine, serve, mode, contiguous):
 class DiskFences(Fences):
     """One interleaving of the fence's, inside a MultiConnector and with a disk behind."""
 
-    scenario = "finish"
+    inside = INSIDE
 
     def on_disk(self, disk: Path, fenced: bool) -> tuple[dict[str, int], dict[str, Any]]:
         """How many blocks on disk are right and wrong after the scenario, and its result."""
-        run = Run(inside=INSIDE, tiers=(str(disk),), environment=tuple(BARE.items()))
-        job = self._job(
-            run, (self.scenario,), 1, num_gpu_blocks_override=400, async_scheduling=False
-        )
-        job |= {
-            "may_hold": True,
-            "nothing_connector": True,
-            "revert": [] if fenced else ["fence.install"],
-            "scenarios": [self.scenario],
-            "truth": str(self.truth("llama", 1)),
-        }
+        self.tiers = (str(disk),)
+        run, job = self.prepare(("finish",), asynchronous=False, ranks=1)
+        job |= {"may_hold": True, "revert": [] if fenced else ["fence.install"]}
         result = self.folder / f"{disk.name}.json"
         self._drive(job, run, result)
         truth = np.load(self.truth("llama", 1))

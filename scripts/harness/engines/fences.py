@@ -91,6 +91,7 @@ class Fences:
     # Those of ``SimpleFences`` too, so that all of them have one truth.
     every = (*SHARED, *ALONE, BOTH_LOADED, "corrupt", "reset_in_flight", "wake")
     inside: tuple[str, ...] = ()  # connectors of a MultiConnector, the last one Offloading
+    tiers: tuple[str, ...] = ()  # behind the CPU tier
 
     def __init__(
         self,
@@ -241,6 +242,7 @@ class Fences:
             cpu_blocks=62 if scenario == "finish_unplanned" else ROOM,
             environment=tuple(environment.items()),
             inside=self.inside,
+            tiers=self.tiers,
             simple=simple,
             speculation=self.speculation,
             ranks=ranks,
