@@ -41,6 +41,23 @@ class Sleeper(Asked):
         answer = self.server.client.get("/is_sleeping").raise_for_status()
         return bool(answer.json()["is_sleeping"])
 
+    def wakes_up(self, **tags: str) -> int:
+        """Wake it up with a request that waits, and ask everything; return what was loaded before.
+
+        It runs with all of its limit again, and what waited is answered as the others are.
+        """
+        waiting = self.begin(prompts(COUNT)[0])
+        assert eventually(lambda: self.engine.said["waiting"] == 1)
+        assert not waiting.done()
+        before = self.loaded()
+        assert self.post("/wake_up", **tags)["status"] == "awake"
+        assert waiting.result(60)["tokens"] == self.first[0]
+        assert not self.sleeping()
+        assert eventually(lambda: self.engine.phase == "runs")
+        assert self.engine.said["limit"] == self.engine.said["most"]
+        self.again()
+        return before
+
 
 # Each kind has an engine, which all tests of its kind ask; what depends on no connector is asked of
 # one of each.
@@ -66,16 +83,7 @@ def test_level_1_gives_every_page_back_and_loses_nothing(sleeper):
     said = sleeper.engine.said
     assert sleeper.sleeping()
     assert (said["phase"], said["mapped"]) == ("suspended", said["limit"])  # the page of block 0
-    waiting = sleeper.begin(prompts(COUNT)[0])
-    assert eventually(lambda: sleeper.engine.said["waiting"] == 1)
-    assert not waiting.done()
-    before = sleeper.loaded()
-    assert sleeper.post("/wake_up")["status"] == "awake"
-    assert waiting.result(60)["tokens"] == sleeper.first[0]
-    assert not sleeper.sleeping()
-    assert eventually(lambda: sleeper.engine.phase == "runs")
-    assert sleeper.engine.said["limit"] == said["most"]
-    sleeper.again()
+    before = sleeper.wakes_up()
     assert eventually(lambda: sleeper.loaded() - before == COUNT * TOKENS)
 
 
@@ -150,14 +158,7 @@ def test_released_kv_memory_is_the_devices_again_and_no_cache_is_kept(sleeper):
     said = sleeper.engine.said
     assert (said["phase"], said["mapped"]) == ("suspended", said["limit"])  # the page of block 0
     assert said["limit"] < full
-    waiting = sleeper.begin(prompts(COUNT)[0])
-    assert eventually(lambda: sleeper.engine.said["waiting"] == 1)
-    before = sleeper.loaded()
-    assert sleeper.post("/wake_up", tags="kv_cache")["status"] == "awake"
-    assert waiting.result(60)["tokens"] == sleeper.first[0]
-    assert eventually(lambda: sleeper.engine.phase == "runs")
-    assert sleeper.engine.said["limit"] == said["most"]
-    sleeper.again()
+    before = sleeper.wakes_up(tags="kv_cache")
     assert sleeper.loaded() == before
 
 
