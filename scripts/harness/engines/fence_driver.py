@@ -184,18 +184,16 @@ class Tier:
         return judged(self.stage, read_rows, rows, truth) | self.stage.notes
 
 
-def finish(stage: Stage) -> None:
-    """A request finishes in the step that planned its store."""
+def finish(stage: Stage, tokens: int = 1) -> None:
+    """A request finishes in the step that planned its store, or some tokens later."""
     with stage.held():
-        stage.complete("a", 1)
+        stage.complete("a", tokens)
         stage.step(3)
 
 
 def finish_in_flight(stage: Stage) -> None:
     """A request finishes while the copy of its blocks runs."""
-    with stage.held():
-        stage.complete("a", 3)
-        stage.step(3)
+    finish(stage, tokens=3)
 
 
 def finish_unplanned(stage: Stage) -> None:
@@ -234,20 +232,16 @@ def preempt(stage: Stage) -> None:
         stage.quiet()
 
 
-def abort_while_storing(stage: Stage) -> None:
+def abort_while_storing(stage: Stage, steps: int = 4) -> None:
     with stage.held():
         stage.add("a", 100)
-        stage.step(4)
+        stage.step(steps)
         stage.abort("a")
         stage.step(3)
 
 
 def abort_before_launch(stage: Stage) -> None:
-    with stage.held():
-        stage.add("a", 100)
-        stage.step(1)
-        stage.abort("a")
-        stage.step(3)
+    abort_while_storing(stage, steps=1)
 
 
 def abort_while_loading(stage: Stage) -> None:
@@ -284,9 +278,7 @@ def generate(stage: Stage) -> None:
 
 def last_token(stage: Stage) -> None:
     """A request ends with a block, whose last token was sampled and never computed."""
-    with stage.held():
-        stage.complete("a", MISSING)
-        stage.step(3)
+    finish(stage, tokens=MISSING)
 
 
 def reset(stage: Stage) -> None:
