@@ -44,16 +44,17 @@ KINDS: dict[str, dict[str, Any]] = {
     "eagersliding": {"simple": "eager", "model": "sliding"},
     "eagerapart": {"simple": "eager", "contiguous": False},
     "lazy": {"simple": "lazy"},
-    "disk": {"environment": (SAME_HASHES, PATIENT)},  # and a folder
+    "disk": {},  # and a folder
     "inside": {"inside": INSIDE},
 }
 
 
 def of_kind(kind: str, size: int, name: str, disk: Path) -> Run:
     """An engine of a kind in a pool of a size and a name of its own."""
-    run = pool_of(size, name)
-    more = KINDS[kind] | ({"tiers": (str(disk),)} if kind == "disk" else {})
-    return replace(run, **more | {"environment": (*run.environment, *more.get("environment", ()))})
+    run = replace(pool_of(size, name), **KINDS[kind])
+    if kind == "disk":
+        run = replace(run, tiers=(str(disk),)).within(SAME_HASHES | PATIENT)
+    return run
 
 
 @pytest.fixture(autouse=True, scope="module")

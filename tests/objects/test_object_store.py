@@ -27,9 +27,8 @@ def bucket(tmp_path):
 @pytest.fixture
 def on():
     def on(*places: str, **more: object) -> Run:
-        path = ("PYTHONPATH", str(buckets.installed("nixl")))
-        environment = (SAME_HASHES, path, ("NIXL_LOG_LEVEL", "WARN"))
-        return Run(tiers=places, cpu_blocks=FEW, environment=environment, **more)
+        nixl = {"PYTHONPATH": str(buckets.installed("nixl")), "NIXL_LOG_LEVEL": "WARN"}
+        return Run(tiers=places, cpu_blocks=FEW, **more).within(SAME_HASHES | nixl)
 
     return on
 

@@ -18,7 +18,7 @@ from kvpatch.supported import validated
 from kvpatch.versions import Span
 
 Engine = Callable[[Run], Finished]
-DEBUG = ("KVPATCH_DEBUG", "1")
+DEBUG = {"KVPATCH_DEBUG": "1"}
 COUNT = 8  # prompts of 20 whole blocks; the device has room for less than 7 of them
 ROUNDS = (str(COUNT),) * 2
 RUNNER_V2 = Span("0.29", "0.32")
@@ -41,7 +41,7 @@ EVERY = [
 
 def of_release(vllm: str) -> Run:
     runner = "v2" if Version(vllm) in RUNNER_V2 else "v1"
-    return Run(vllm=vllm, runner=runner, rounds=ROUNDS, environment=(DEBUG,))
+    return Run(vllm=vllm, runner=runner, rounds=ROUNDS).within(DEBUG)
 
 
 def plain(engine: Engine, vllm: str) -> Finished:
@@ -59,7 +59,7 @@ def checked(finished: Finished) -> dict[str, int]:
 def on_disk(disk: Path, vllm: str) -> Run:
     """A run with a disk behind a CPU tier that holds less than is asked for."""
     run = on(disk, vllm=vllm, runner=of_release(vllm).runner)
-    return run.within(dict([DEBUG]))
+    return run.within(DEBUG)
 
 
 @pytest.mark.parametrize(("vllm", "connector"), EVERY)

@@ -60,7 +60,7 @@ def test_memory_is_committed_on_use_and_given_back(
     """Alone, with a disk behind it, or inside a MultiConnector."""
     run = replace(pool_of(SIZE, "use"), model=model, vllm=vllm, **changes)
     if run.tiers:
-        run = replace(run, tiers=(str(tmp_path / "disk"),)).within(dict([SAME_HASHES]))
+        run = replace(run, tiers=(str(tmp_path / "disk"),)).within(SAME_HASHES)
     *_, last = compare(start_in_pool, engine, run)
     # What the tier had to give back is on the disk.
     assert cached(last) > 0 or not run.tiers

@@ -12,9 +12,9 @@ from kvpatch.environ import TIER_PATIENCE
 Serve = Callable[..., Finished]
 
 # So that another process finds the blocks by the same hashes.
-SAME_HASHES = ("PYTHONHASHSEED", "0")
+SAME_HASHES = {"PYTHONHASHSEED": "0"}
 # Nobody waits for a slow disk, but no machine that is busy makes a miss of a block.
-PATIENT = (TIER_PATIENCE.name, "600")
+PATIENT = {TIER_PATIENCE.name: "600"}
 FEW = 60  # blocks of the CPU tier: three prompts
 APART = 6  # prompts that are asked again, one at a time
 # Room for four prompts; the second model needs blocks in both its groups for each.
@@ -25,7 +25,7 @@ SMALL = {
 
 
 def on(disk: Path | str, **more: Any) -> Run:
-    return Run(tiers=(str(disk),), cpu_blocks=FEW, environment=(SAME_HASHES, PATIENT), **more)
+    return Run(tiers=(str(disk),), cpu_blocks=FEW, **more).within(SAME_HASHES | PATIENT)
 
 
 def answers(finished: Finished, time: int = 0) -> list[Any]:
