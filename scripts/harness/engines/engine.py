@@ -17,7 +17,7 @@ from kvpatch.upstream import connectors
 
 
 class Engine:
-    """The engine of a job, which ``prepare`` has made ready for.
+    """The engine of a job, for which ``prepare`` has been called.
 
     Attributes:
         ranks: of its workers.

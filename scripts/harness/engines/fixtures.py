@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -147,10 +146,10 @@ def serve(device: Device, tmp_path_factory: pytest.TempPathFactory) -> Serve:
     """Run an engine of its own through a job: the first prompts one at a time, or what is given."""
 
     def run(
-        wanted: Run, times: int = 1, engine: Mapping[str, Any] = MappingProxyType({}), **more: Any
+        wanted: Run, times: int = 1, engine: Mapping[str, Any] | None = None, **more: Any
     ) -> Finished:
         job = job_of(wanted)
-        job["engine"] |= engine
+        job["engine"] |= engine or {}
         job |= {"rounds": [[one] for one in prompts(ALL)[:APART]] * times, "watch": False, **more}
         return kept.drive(wanted, job, device.environ(wanted), tmp_path_factory.mktemp("serve"))
 

@@ -16,7 +16,7 @@ from packaging.version import Version
 from harness.engines.patience import PATIENCE
 from kvpatch.patch import Feature, Patch
 
-STARTED = "driver: started"  # of ``Engine``: what ends an engine before it is made is another end
+STARTED = "driver: started"  # as ``Engine`` says when it has been made
 WAITS = "requests wait for ever"
 
 
