@@ -29,6 +29,19 @@ def assert_whole(folder: Path) -> None:
     assert files(folder, "*.tmp") == []
 
 
+def store_each(one: Any, disk: Path, numbers: range) -> list[int]:
+    """Store blocks one by one on a disk without room for all; return those that it has, whole."""
+    for number in numbers:
+        one.store(number)
+    assert_whole(disk)
+    kept = [number for number in numbers if one.file(number).exists()]
+    assert 0 < len(kept) < len(numbers)
+    one.forget()
+    for number in numbers:
+        assert one.find(number) == ([number] if number in kept else [])
+    return kept
+
+
 @pytest.mark.fault(
     "the disk is full (ENOSPC of a real file system)",
     "what fits is stored whole, the rest is dropped; with room again blocks are stored again",
@@ -36,17 +49,10 @@ def assert_whole(folder: Path) -> None:
 def test_a_disk_without_room(tiers, small):
     disk = small("disk", 3 * FILE + 3 * 4096)
     one = tiers(disk)
-    for number in range(1, 7):
-        one.store(number)
-    assert 0 < len(files(disk)) < 6
-    assert_whole(disk)
-    kept = [number for number in range(1, 7) if one.file(number).exists()]
-    one.forget()
-    for number in range(1, 7):
-        assert one.find(number) == ([number] if number in kept else [])
+    kept = store_each(one, disk, range(1, 7))
     for number in kept:
         one.file(number).unlink()
-    (lost,) = [number for number in range(1, 7) if number not in kept][:1]
+    lost = min({*range(1, 7)} - {*kept})
     one.store(lost)
     one.forget()
     assert one.find(lost) == [lost]
@@ -58,15 +64,7 @@ def test_a_disk_without_room(tiers, small):
 )
 def test_a_disk_without_inodes(tiers, small):
     disk = small("disk", 64 * FILE, inodes=12)
-    one = tiers(disk)
-    for number in range(1, 9):
-        one.store(number)
-    kept = [number for number in range(1, 9) if one.file(number).exists()]
-    assert 0 < len(kept) < 8
-    assert_whole(disk)
-    one.forget()
-    for number in range(1, 9):
-        assert one.find(number) == ([number] if number in kept else [])
+    store_each(tiers(disk), disk, range(1, 9))
 
 
 @pytest.mark.fault(
