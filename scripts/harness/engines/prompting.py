@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from vllm import PoolingParams, PoolingRequestOutput, SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
 
 from harness.hearing import RATE, SAMPLES
 from harness.models import IMAGE
@@ -42,15 +43,6 @@ def prompt_of(model: Any, prompt: dict[str, Any]) -> dict[str, Any]:
     return given | ({"cache_salt": prompt["salt"]} if "salt" in prompt else {})
 
 
-def grammar_of(prompt: dict[str, Any]) -> Any:
-    """What vLLM is told of an answer that must match a pattern; None for any answer."""
-    if "pattern" not in prompt:
-        return None
-    from vllm.sampling_params import StructuredOutputsParams
-
-    return StructuredOutputsParams(regex=prompt["pattern"])
-
-
 def greedy(tokens: int, **more: Any) -> SamplingParams:
     """What vLLM is told of an answer of so many tokens that depends on nothing but its prompt."""
     return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, **more)
@@ -60,11 +52,12 @@ def params_of(model: Any, prompt: dict[str, Any]) -> SamplingParams | PoolingPar
     """What vLLM is told of an answer: of a pooling model one pooled state, of others tokens."""
     if model.runner_type == "pooling":
         return PoolingParams(task="embed")
+    pattern = prompt.get("pattern")  # that the answer must match
     return greedy(
         prompt["max_tokens"],
         logprobs=1,
         prompt_logprobs=prompt.get("prompt_logprobs"),
-        structured_outputs=grammar_of(prompt),
+        structured_outputs=StructuredOutputsParams(regex=pattern) if pattern else None,
     )
 
 
