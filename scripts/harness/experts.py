@@ -3,12 +3,13 @@
 Beside ``harness.models``, whose recorded runs are of the models as they are there.
 """
 
-import argparse
 import json
-import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from harness.model_cache import command
 from harness.models import hybrid_shape, make_tokenizer
 
 KIND, LATENT, HYBRID = ("experts", "latent experts", "hybrid experts")
@@ -187,45 +188,48 @@ def without(shape: dict[str, Any], *names: str) -> dict[str, Any]:
     return {name: value for name, value in shape.items() if name not in names}
 
 
-def let_the_last_layer_draft(folder: Path) -> None:
-    """Make the last layer of a saved model the one that drafts, which has the model's own ends."""
+@contextmanager
+def saved(folder: Path) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Yield the weights and the configuration of a saved model, and write what they became."""
     from safetensors.torch import load_file, save_file
 
-    file = folder / "model.safetensors"
-    weights = load_file(file)
-    layer = f"model.layers.{LAYERS}"
-    weights |= {
-        f"{layer}.embed_tokens.weight": weights["model.embed_tokens.weight"].clone(),
-        **from_the_last_state(layer, len(weights["model.norm.weight"])),
-        f"{layer}.shared_head.norm.weight": weights["model.norm.weight"].clone(),
-        f"{layer}.shared_head.head.weight": weights["lm_head.weight"].clone(),
-    }
+    file, path = folder / "model.safetensors", folder / "config.json"
+    weights, config = load_file(file), json.loads(path.read_text())
+    yield weights, config
     save_file(weights, file, {"format": "pt"})
-    config = folder / "config.json"
-    found = json.loads(config.read_text())
-    of_layers = {name: one[:LAYERS] for name, one in found.items() if name.endswith("layer_types")}
-    drafts = {"num_hidden_layers": LAYERS, "num_nextn_predict_layers": 1}
-    config.write_text(json.dumps(found | of_layers | drafts, indent=1))
+    path.write_text(json.dumps(config, indent=1))
+
+
+def let_the_last_layer_draft(folder: Path) -> None:
+    """Make the last layer of a saved model the one that drafts, which has the model's own ends."""
+    layer = f"model.layers.{LAYERS}"
+    with saved(folder) as (weights, config):
+        weights |= {
+            f"{layer}.embed_tokens.weight": weights["model.embed_tokens.weight"].clone(),
+            **from_the_last_state(layer, len(weights["model.norm.weight"])),
+            f"{layer}.shared_head.norm.weight": weights["model.norm.weight"].clone(),
+            f"{layer}.shared_head.head.weight": weights["lm_head.weight"].clone(),
+        }
+        config |= {
+            name: one[:LAYERS] for name, one in config.items() if name.endswith("layer_types")
+        }
+        config |= {"num_hidden_layers": LAYERS, "num_nextn_predict_layers": 1}
 
 
 def let_attention_draft(folder: Path) -> None:
     """Add a layer that drafts to a saved Nemotron-H, with the weights of its last attention."""
-    from safetensors.torch import load_file, save_file
-
-    file = folder / "model.safetensors"
-    # vLLM takes one of its weights as the configuration says, whatever it is told.
-    weights = {name: one.bfloat16() for name, one in load_file(file).items()}
-    ends = weights["backbone.norm_f.weight"]
     last = f"backbone.layers.{LAST_ATTENTION}."
-    of_last = {name: one for name, one in weights.items() if name.startswith(last)}
-    weights |= {
-        **{name.replace(last, "mtp.layers.0."): one.clone() for name, one in of_last.items()},
-        **from_the_last_state("mtp.layers.0", len(ends)),
-        "mtp.layers.0.final_layernorm.weight": ends.clone(),
-    }
-    save_file(weights, file, {"format": "pt"})
-    config = folder / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"dtype": "bfloat16"}, indent=1))
+    with saved(folder) as (weights, config):
+        # vLLM takes one of its weights as the configuration says, whatever it is told.
+        weights |= {name: one.bfloat16() for name, one in weights.items()}
+        ends = weights["backbone.norm_f.weight"]
+        of_last = {name: one for name, one in weights.items() if name.startswith(last)}
+        weights |= {
+            **{name.replace(last, "mtp.layers.0."): one.clone() for name, one in of_last.items()},
+            **from_the_last_state("mtp.layers.0", len(ends)),
+            "mtp.layers.0.final_layernorm.weight": ends.clone(),
+        }
+        config["dtype"] = "bfloat16"
 
 
 def let_full_attention_draft(folder: Path, dense: int, plain: float) -> None:
@@ -237,28 +241,23 @@ def let_full_attention_draft(folder: Path, dense: int, plain: float) -> None:
         plain: the weight of a norm that changes no scale.
     """
     import torch
-    from safetensors.torch import load_file, save_file
 
-    file = folder / "model.safetensors"
-    weights = load_file(file)
-    ends = weights["model.norm.weight"]
-    size = len(ends)
     attention, behind = f"model.layers.{LAYERS - 1}.", f"model.layers.{dense}."
-    weights |= {
-        name.replace(layer, "mtp.layers.0."): one.clone()
-        for name, one in weights.items()
-        if name.startswith(layer := behind if ".mlp." in name else attention)
-    }
-    weights |= {
-        "mtp.fc.weight": torch.cat([torch.zeros(size, size), torch.eye(size)], dim=1),
-        "mtp.pre_fc_norm_embedding.weight": torch.full((size,), plain),
-        "mtp.pre_fc_norm_hidden.weight": torch.full((size,), plain),
-        "mtp.norm.weight": ends.clone(),
-    }
-    save_file(weights, file, {"format": "pt"})
-    config = folder / "config.json"
-    drafts = {"num_nextn_predict_layers": 1}
-    config.write_text(json.dumps(json.loads(config.read_text()) | drafts, indent=1))
+    with saved(folder) as (weights, config):
+        ends = weights["model.norm.weight"]
+        size = len(ends)
+        weights |= {
+            name.replace(layer, "mtp.layers.0."): one.clone()
+            for name, one in weights.items()
+            if name.startswith(layer := behind if ".mlp." in name else attention)
+        }
+        weights |= {
+            "mtp.fc.weight": torch.cat([torch.zeros(size, size), torch.eye(size)], dim=1),
+            "mtp.pre_fc_norm_embedding.weight": torch.full((size,), plain),
+            "mtp.pre_fc_norm_hidden.weight": torch.full((size,), plain),
+            "mtp.norm.weight": ends.clone(),
+        }
+        config["num_nextn_predict_layers"] = 1
 
 
 def from_the_last_state(layer: str, size: int) -> dict[str, Any]:
@@ -272,15 +271,5 @@ def from_the_last_state(layer: str, size: int) -> dict[str, Any]:
     }
 
 
-def main(*arguments: str) -> None:
-    """Run the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--kind", choices=KINDS, default=KIND)
-    parser.add_argument("--kv-heads", type=int, default=4)
-    given = parser.parse_args(arguments)
-    print(make_model(given.folder, given.kind, given.kv_heads))
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    command(KINDS, make_model)

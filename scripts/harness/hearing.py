@@ -1,11 +1,10 @@
 """A small model of random weights that hears: Qwen2-Audio's tower before full attention."""
 
-import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
+from harness.model_cache import command
 from harness.models import make_tokenizer
 
 KIND = "hearing"
@@ -16,8 +15,8 @@ SAMPLES = 4 * TOKENS * 160  # a frame has 160, and a token four frames
 PLACE = 258  # the token in the place of a sound, behind those of bytes
 
 
-def make_model(folder: Path, kv_heads: int = 4) -> Path:
-    """Write the model into ``folder``.
+def make_model(folder: Path, kind: str = KIND, kv_heads: int = 4) -> Path:
+    """Write the model into ``folder``; ``kind`` is the one there is.
 
     Returns:
         ``folder``; nothing is written when the model is already there.
@@ -80,15 +79,5 @@ def make_model(folder: Path, kv_heads: int = 4) -> Path:
     return folder
 
 
-def main(*arguments: str) -> None:
-    """Run the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--kind", choices=(KIND,), required=True)
-    parser.add_argument("--kv-heads", type=int, default=4)
-    given = parser.parse_args(arguments)
-    print(make_model(given.folder, given.kv_heads))
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    command((KIND,), make_model)

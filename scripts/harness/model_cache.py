@@ -1,12 +1,13 @@
 """Small models with random weights, made once and kept beside the environment they need."""
 
+import argparse
 import hashlib
 import os
 import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from harness.console import HarnessError, interrupts
@@ -57,6 +58,16 @@ def make(model: Path, *options: str, python: str = sys.executable, module: str =
                 partial.rename(model)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def command(kinds: Sequence[str], make_model: Callable[..., Path]) -> None:
+    """Run the command line of a module that makes models of some kinds, as ``make`` calls it."""
+    parser = argparse.ArgumentParser(description="Make a small model of random weights.")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--kind", choices=kinds, required=True)
+    parser.add_argument("--kv-heads", type=int, default=4)
+    given = parser.parse_args()
+    print(make_model(given.folder, given.kind, given.kv_heads))
 
 
 def kept_model(seed: int, say: Callable[[str], None], kv_heads: int = 4) -> Path:

@@ -1,11 +1,10 @@
 """Small heads of random weights that draft several tokens at once for llama (DFlash, DSpark)."""
 
-import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
+from harness.model_cache import command
 from harness.models import STATES, make_tokenizer
 
 KINDS = ("dflash", "dspark")
@@ -82,15 +81,5 @@ def make_model(folder: Path, kind: str, kv_heads: int = 4) -> Path:
     return folder
 
 
-def main(*arguments: str) -> None:
-    """Run the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--kind", choices=KINDS, required=True)
-    parser.add_argument("--kv-heads", type=int, default=4)
-    given = parser.parse_args(arguments)
-    print(make_model(given.folder, given.kind, given.kv_heads))
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    command(KINDS, make_model)

@@ -6,7 +6,7 @@ from packaging.version import Version
 
 from harness import environments
 from harness.matrix import sharing
-from kvpatch import patches, supported
+from kvpatch import supported
 from kvpatch.versions import Span
 
 
@@ -23,23 +23,6 @@ def newest() -> str:
 def newest_built() -> str:
     """Return the newest one with a CPU build of its own, which is in ``.venv``."""
     return [one for one in supported.validated() if one not in environments.BORROWED][-1]
-
-
-def one_for_each_seam() -> tuple[str, ...]:
-    """Return releases that together run all code that is for some releases only.
-
-    Each is the first of those with the same patches of limited range; and the newest.
-    """
-    first: dict[frozenset[str], str] = {}
-    for release in supported.validated():
-        limited = {
-            patch.id
-            for _, rows in patches.at(Version(release))
-            for patch in rows
-            if patch.before is not None
-        }
-        first.setdefault(frozenset(limited), release)
-    return tuple(dict.fromkeys((*first.values(), newest())))
 
 
 def between(first: str, before: str | None = None) -> tuple[str, ...]:

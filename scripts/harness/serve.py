@@ -97,6 +97,7 @@ class Server:
 
     Attributes:
         port, url, log_path: as they are.
+        environment: of its processes.
         client: an HTTP client of the server; its requests may come from several threads.
         start_seconds: from the start to the first answer; None before.
     """
@@ -122,7 +123,7 @@ class Server:
         self.start_seconds: float | None = None
         self._wait, self._sweep = wait, sweep
         self._options = {key.replace("_", "-"): value for key, value in arguments.items()}
-        self._environment = {**environment, "VLLM_SERVER_DEV_MODE": "1"}
+        self.environment = {**environment, "VLLM_SERVER_DEV_MODE": "1"}
         self._shared: set[Path] = set()
         self._process: subprocess.Popen[bytes] | None = None
         self.client = httpx.Client(base_url=self.url, timeout=REQUEST_SECONDS, trust_env=False)
@@ -217,6 +218,17 @@ class Server:
         answer.raise_for_status()
         return list(answer.json()["results"])
 
+    def kvpatch(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run kvpatch's command as its operator does."""
+        return subprocess.run(
+            [sys.executable, "-m", "kvpatch", *arguments],
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=REQUEST_SECONDS,
+            check=False,
+        )
+
     def metrics(self) -> Metrics:
         """Read ``/metrics``."""
         return Metrics(self.client.get("/metrics").text)
@@ -278,7 +290,7 @@ class Server:
         command = [sys.executable, str(Path(sys.executable).with_name("vllm")), "serve"]
         return subprocess.Popen(
             [*command, str(self.model), *options],
-            env=self._environment,
+            env=self.environment,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -323,7 +335,7 @@ class Server:
                 self._shared |= {path for path in paths if path.parent == Path("/dev/shm")}
 
     def _remove_leftovers(self) -> None:
-        if name := self._environment.get("KVCACHED_IPC_NAME"):
+        if name := self.environment.get("KVCACHED_IPC_NAME"):
             self._shared |= set(Path("/dev/shm").glob(f"*{name}*"))
             for path in Path("/tmp").glob(f"kvcached-tp-{name}-*"):
                 shutil.rmtree(path, ignore_errors=True)

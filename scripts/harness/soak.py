@@ -25,7 +25,7 @@ from typing import Any
 
 import psutil
 
-from harness import connectors, console, inprocess, processes, provenance
+from harness import connectors, console, processes, provenance
 from harness.engines.runs import related
 from harness.model_cache import kept_model
 from harness.neighbour import Neighbour
@@ -52,9 +52,12 @@ def prompts(seed: int) -> list[list[int]]:
 
 
 def engine(model: str, blocks: int, **more: Any) -> Any:
-    """Return an engine of so many blocks."""
+    """Return an engine of so many blocks, in float32, which gives the same tokens each time."""
+    from vllm import LLM
+
     sizes = {"block_size": BLOCK, "num_gpu_blocks_override": blocks, "max_num_seqs": 6}
-    return inprocess.engine(model, **sizes, **more)
+    longest = {"max_model_len": 2048, "max_num_batched_tokens": 2048}
+    return LLM(model, dtype="float32", seed=0, enforce_eager=True, **longest, **sizes, **more)
 
 
 def reference(job: dict[str, Any]) -> dict[str, Any]:

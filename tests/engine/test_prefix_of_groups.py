@@ -110,9 +110,7 @@ def row():
     transaction.revert_to(0)
 
 
-def test_the_row_is_in_force_where_one_group_allocates_before_the_next_has_its_hits(
-    row,
-):
+def test_the_row_is_in_force_where_one_group_allocates_before_the_next_has_its_hits(row):
     assert bool(row.applied) == (Version("0.19") <= RELEASE < Version("0.24"))
 
 

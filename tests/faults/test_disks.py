@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from harness import namespaces
+from harness.engines.serving import eventually
 from harness.engines.tier_classes import LONG, ROW
 from kvpatch.environ import TIER_PATIENCE
 
@@ -28,6 +29,19 @@ def assert_whole(folder: Path) -> None:
     assert files(folder, "*.tmp") == []
 
 
+def store_each(one: Any, disk: Path, numbers: range) -> list[int]:
+    """Store blocks one by one on a disk without room for all; return those that it has, whole."""
+    for number in numbers:
+        one.store(number)
+    assert_whole(disk)
+    kept = [number for number in numbers if one.file(number).exists()]
+    assert 0 < len(kept) < len(numbers)
+    one.forget()
+    for number in numbers:
+        assert one.find(number) == ([number] if number in kept else [])
+    return kept
+
+
 @pytest.mark.fault(
     "the disk is full (ENOSPC of a real file system)",
     "what fits is stored whole, the rest is dropped; with room again blocks are stored again",
@@ -35,17 +49,10 @@ def assert_whole(folder: Path) -> None:
 def test_a_disk_without_room(tiers, small):
     disk = small("disk", 3 * FILE + 3 * 4096)
     one = tiers(disk)
-    for number in range(1, 7):
-        one.store(number)
-    assert 0 < len(files(disk)) < 6
-    assert_whole(disk)
-    kept = [number for number in range(1, 7) if one.file(number).exists()]
-    one.forget()
-    for number in range(1, 7):
-        assert one.find(number) == ([number] if number in kept else [])
+    kept = store_each(one, disk, range(1, 7))
     for number in kept:
         one.file(number).unlink()
-    (lost,) = [number for number in range(1, 7) if number not in kept][:1]
+    lost = min({*range(1, 7)} - {*kept})
     one.store(lost)
     one.forget()
     assert one.find(lost) == [lost]
@@ -57,15 +64,7 @@ def test_a_disk_without_room(tiers, small):
 )
 def test_a_disk_without_inodes(tiers, small):
     disk = small("disk", 64 * FILE, inodes=12)
-    one = tiers(disk)
-    for number in range(1, 9):
-        one.store(number)
-    kept = [number for number in range(1, 9) if one.file(number).exists()]
-    assert 0 < len(kept) < 8
-    assert_whole(disk)
-    one.forget()
-    for number in range(1, 9):
-        assert one.find(number) == ([number] if number in kept else [])
+    store_each(tiers(disk), disk, range(1, 9))
 
 
 @pytest.mark.fault(
@@ -167,16 +166,9 @@ def store_without_waiting(one: Any, *numbers: int) -> None:
         one.tier.drain_jobs = drain
 
 
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + LONG
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 def is_used_again(one: Any, *numbers: int) -> None:
     """Its blocks are found; on a busy machine an answer can be late once more."""
-    until(lambda: one.find(*numbers) == list(numbers))
+    assert eventually(lambda: one.find(*numbers) == list(numbers), LONG)
 
 
 def late_in_a_write(tiers: Callable[..., Any], device: namespaces.Disk) -> Any:
@@ -185,7 +177,7 @@ def late_in_a_write(tiers: Callable[..., Any], device: namespaces.Disk) -> Any:
     one.store(1)
     device.hang()
     store_without_waiting(one, 2)
-    until(lambda: one.tier.late)
+    assert eventually(lambda: one.tier.late, LONG)
     return one
 
 
@@ -261,16 +253,11 @@ def hung_renaming(monkeypatch):
     "the disk hangs when a block file gets its name",
     "the file is not found until then; the engine goes on without the tier",
 )
-def test_a_disk_that_hangs_while_renaming(
-    impatient,
-    tiers,
-    small,
-    hung_renaming,
-):
+def test_a_disk_that_hangs_while_renaming(impatient, tiers, small, hung_renaming):
     disk = small("disk", 64 * FILE)
     one = tiers(disk)
     store_without_waiting(one, 1)
-    until(lambda: one.tier.late)
+    assert eventually(lambda: one.tier.late, LONG)
     assert files(disk) == []
     assert one.find(1) == [1]  # from the CPU tier
     assert one.find(2) == []

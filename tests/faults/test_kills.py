@@ -13,9 +13,7 @@ from harness.kills import LEFT
     "device; its start removes the CPU tier, the pool and the message queues of the dead from "
     "/dev/shm",
 )
-def test_servers_that_are_killed_leave_nothing_wrong_and_nothing_behind(
-    reported,
-):
+def test_servers_that_are_killed_leave_nothing_wrong_and_nothing_behind(reported):
     totals = reported("harness.kills", "--kills", "4")["totals"]
     assert totals["kills"] == 4
     assert totals["answers_of_successors"] > 0

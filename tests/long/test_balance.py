@@ -3,32 +3,24 @@
 import os
 import subprocess
 from contextlib import ExitStack
-from dataclasses import replace
 
 from harness.engines.balance_alone import command_for
-from harness.engines.runs import Run, engine_arguments, prompts
-from harness.engines.serving import eventually, watched
+from harness.engines.runs import Run
+from harness.engines.serving import answers, eventually, watched
 from kvpatch import control
 
 COUNT = 6
 RUN = Run(blocks=300)
 
 
-def test_memory_goes_where_it_is_needed_and_nothing_is_lost(models, device, tmp_path):
+def test_memory_goes_where_it_is_needed_and_nothing_is_lost(device, tmp_path):
     names = [f"balance-{os.getpid()}-{number}" for number in range(2)]
     with ExitStack() as stack:
         servers = []
         for name in names:
-            named = (
-                ("KVCACHED_IPC_NAME", name),
-                ("KVCACHED_MAX_CACHED_TOKENS", "-1"),
-            )
-            run = replace(RUN, environment=(*RUN.environment, *named))
-            folder = tmp_path / name
-            folder.mkdir()
-            started = watched(models(run.model), engine_arguments(run), device.environ(run), folder)
-            servers.append(stack.enter_context(started))
-        first = [[one.complete(prompt)["tokens"] for prompt in prompts(COUNT)] for one in servers]
+            run = RUN.within({"KVCACHED_IPC_NAME": name, "KVCACHED_MAX_CACHED_TOKENS": "-1"})
+            servers.append(stack.enter_context(watched(run, device, tmp_path / name)))
+        first = [answers(one, COUNT) for one in servers]
         page = control.find(names[0]).demand()["page"]
         most = control.find(names[0]).said["most"]
         least = control.find(names[0]).demand()["least"]
@@ -70,7 +62,6 @@ def test_memory_goes_where_it_is_needed_and_nothing_is_lost(models, device, tmp_
         for name in names:
             said = control.find(name).limit(control.find(name).said["limit"]).said
             assert said["evicted_without_copy"] == 0
-        again = [[one.complete(prompt)["tokens"] for prompt in prompts(COUNT)] for one in servers]
-        assert again == first
+        assert [answers(one, COUNT) for one in servers] == first
         for name in names:
             assert control.find(name).limit(most).limit == most

@@ -72,9 +72,6 @@ def assert_tokens(ours: list[Any], theirs: list[Any]) -> None:
     assert widest_gap(ours, theirs) < 1e-4
 
 
-Plain = Callable[[str], list[Any]]
-
-
 @pytest.fixture(scope="module")
 def plain(serve):
     """What plain vLLM answers to the three prompts of a kind, and to those in between."""
@@ -100,12 +97,6 @@ def plain(serve):
     return of
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """The model with other weights."""
-    return models.make_model(tmp_path_factory.mktemp("trained") / "llama-4", seed=8)
-
-
 ASKED = [[TOKENS], *FILL[:2]]
 
 
@@ -115,16 +106,21 @@ def old(plain):
     return plain("salts")[2:5]
 
 
-def test_weights_that_are_replaced_find_no_block_of_the_old_ones(serve, tmp_path, trained, old):
-    """The loop of a training with reload_weights and a reset of all caches, over a disk."""
-    reload = {"rounds": ASKED * 3, "reload": [3], "reload_from": str(trained)}
-    ours = records(serve(on(tmp_path), **reload))
+def assert_replaced(serve, run, trained, old, **reset):
+    """With the weights replaced, and the caches reset, no block of the old ones is found."""
+    reload = {"reload": [3], "reload_from": str(trained), **reset}
+    ours = records(serve(run, rounds=ASKED * 3, **reload))
     new = records(serve(PLAIN, rounds=ASKED, model=str(trained)))
     assert same_tokens(old, new) == 0
     assert_tokens(ours[:3], old)
     assert_tokens(ours[3:6], new)
     assert_tokens(ours[6:], new)
     assert hits(ours[:6]) == [0] * 6
+
+
+def test_weights_that_are_replaced_find_no_block_of_the_old_ones(serve, tmp_path, trained, old):
+    """The loop of a training with reload_weights and a reset of all caches, over a disk."""
+    assert_replaced(serve, on(tmp_path), trained, old)
     # The next engine of the old weights has all of theirs, and nothing of the new ones.
     again = records(serve(on(tmp_path), rounds=ASKED))
     assert_tokens(again, old)
@@ -154,14 +150,7 @@ def test_a_reset_by_its_defaults_leaves_no_block_of_the_old_weights_in_the_cpu_t
     serve, trained, old, run
 ):
     """Without secondary tiers; vLLM resets the prefix cache of the device alone by default."""
-    reload = {"reload": [3], "reload_from": str(trained), "reset_on_reload": {}}
-    ours = records(serve(run, rounds=ASKED * 3, **reload))
-    new = records(serve(PLAIN, rounds=ASKED, model=str(trained)))
-    assert same_tokens(old, new) == 0
-    assert_tokens(ours[:3], old)
-    assert_tokens(ours[3:6], new)
-    assert_tokens(ours[6:], new)
-    assert hits(ours[:6]) == [0] * 6
+    assert_replaced(serve, run, trained, old, reset_on_reload={})
 
 
 @pytest.mark.parametrize("name", KINDS)

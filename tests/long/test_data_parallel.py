@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,28 +69,15 @@ class Served:
 
     Attributes:
         server: it.
-        environment: of its processes.
         rounds: its answers, by round and rank.
     """
 
     server: Server
-    environment: dict[str, str]
     rounds: list[list[list[dict[str, Any]]]]
-
-    def kvpatch(self, *words: str) -> str:
-        """What ``kvpatch`` prints."""
-        return subprocess.run(
-            [sys.executable, "-m", "kvpatch", *words],
-            env=self.environment,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        ).stdout
 
     def engines(self) -> list[dict[str, Any]]:
         """What each engine publishes, in the order of their ranks."""
-        processes = json.loads(self.kvpatch("status", "--json"))["processes"]
+        processes = json.loads(self.server.kvpatch("status", "--json").stdout)["processes"]
         found = [process["engine"] for process in processes if "engine" in process]
         return sorted(found, key=lambda engine: int(engine["index"]))
 
@@ -111,10 +96,9 @@ def plain(models, device, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def served(models, device, tmp_path_factory):
-    environment = device.environ(OURS)
     folder = tmp_path_factory.mktemp("serve")
-    with Forked(models("llama"), arguments(OURS), environment, folder) as server:
-        yield Served(server, environment, [ask(server), ask(server)])
+    with Forked(models("llama"), arguments(OURS), device.environ(OURS), folder) as server:
+        yield Served(server, [ask(server), ask(server)])
 
 
 def test_each_engine_answers_as_plain_vllms_does_and_restores_from_its_own_tier(served, plain):
@@ -143,7 +127,7 @@ def test_each_engine_has_a_line_a_name_and_a_socket(served):
     names = [f"{NAME}-dp{rank}" for rank in range(RANKS)]
     assert [engine["pool"] for engine in served.engines()] == names
     for verb in ("status", "list"):
-        lines = served.kvpatch(verb).splitlines()
+        lines = served.server.kvpatch(verb).stdout.splitlines()
         assert [sum(name in line for line in lines) for name in names] == [1, 1], lines
     assert [control.find(name).name for name in names] == names
     with pytest.raises(control.Refused, match=", ".join(names)):

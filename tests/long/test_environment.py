@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from harness.engines.runs import Run, engine_arguments, prompts, run_driver
+from harness.engines.runs import Run, prompts
 
 # Tells of every variable that is set, and whether it was there; the C library's call does it.
 TELLS = r"""
@@ -35,17 +35,9 @@ def tells(tmp_path):
 
 
 @pytest.mark.parametrize("reverted", [False, True], ids=["kvpatch", "without the row"])
-def test_an_engine_adds_no_variable_after_kvcacheds_threads_have_started(
-    models, device, tmp_path, tells, reverted
-):
-    run = Run(environment=(("LD_PRELOAD", str(tells)),))
-    job = {
-        "model": str(models(run.model)),
-        "engine": engine_arguments(run),
-        "rounds": [prompts(1)],
-        "revert": ["elastic_memory.environment"] if reverted else [],
-    }
-    ended = run_driver(job, device.environ(run), tmp_path)
+def test_an_engine_adds_no_variable_after_kvcacheds_threads_have_started(serve, tells, reverted):
+    run = Run(revert=("elastic_memory.environment",) if reverted else ())
+    ended = serve(run.within({"LD_PRELOAD": str(tells)}), rounds=[prompts(1)])
     ended.round(0)
     before, begun, after = ended.log.partition(BEGUN)
     assert begun

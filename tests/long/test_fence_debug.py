@@ -5,16 +5,11 @@ import re
 
 import pytest
 
-from harness.engines.fences import TOGETHER, Fences
-
-
-@pytest.fixture(scope="module")
-def fences(models, device, tmp_path_factory):
-    return Fences(models, device, tmp_path_factory.mktemp("fence"))
+from harness.engines.fences import TOGETHER
 
 
 def test_debug_mode_checks_every_store_and_load_and_finds_nothing(fences):
-    ended, result = fences.debug(*TOGETHER)
+    ended, result = fences().debug(*TOGETHER)
     assert ended.code == 0, ended.log[-4000:]
     (checked,) = json.loads(result.read_text())["checked"]
     assert checked["stored"] > 300
@@ -30,7 +25,7 @@ def test_debug_mode_checks_every_store_and_load_and_finds_nothing(fences):
     ],
 )
 def test_debug_mode_stops_the_engine_at_a_violation(fences, scenario, broken, found):
-    ended, _ = fences.debug(scenario, **broken)
+    ended, _ = fences().debug(scenario, **broken)
     assert ended.code != 0
     assert re.search(
         rf"kvpatch KVPATCH_DEBUG: {found}: block \d+ of page \d+, job \d+, request {scenario}/a",

@@ -2,12 +2,7 @@
 
 import pytest
 
-from harness.engines.fences import LOST_WITHOUT, Fences
-
-
-@pytest.fixture(scope="module")
-def fences(models, device, tmp_path_factory):
-    return Fences(models, device, tmp_path_factory.mktemp("fence"))
+from harness.engines.fences import LOST_WITHOUT
 
 
 @pytest.mark.parametrize(
@@ -20,6 +15,6 @@ def fences(models, device, tmp_path_factory):
     ],
 )
 def test_without_the_fence_blocks_are_lost(fences, scenario, asynchronous):
-    result = fences.run(scenario, asynchronous, fenced=False)
+    result = fences().run(scenario, asynchronous, fenced=False)
     assert result["async"] is asynchronous
     assert result["scenarios"][scenario]["wrong"] > 0

@@ -5,7 +5,6 @@ engine steps by itself.
 """
 
 import operator
-import os
 import time
 from collections.abc import Callable
 from functools import partial
@@ -16,7 +15,7 @@ import requests
 
 from harness.engines import plugins
 from harness.engines.fences import BARE, PAGE
-from harness.engines.runs import BLOCK, Run, block_bytes, engine_arguments, prompts
+from harness.engines.runs import BLOCK, Run, block_bytes, prompts
 from harness.engines.serving import watched
 from harness.serve import Server
 from kvpatch.environ import HOST_DEVICE, HOST_DEVICE_DIR
@@ -51,11 +50,8 @@ def wait_for(server: Server, metric: str, wanted: Callable[[float], bool]) -> No
         time.sleep(0.5)
 
 
-Served = Callable[..., list[list[int]]]
-
-
 @pytest.fixture(scope="module")
-def served(models, device, tmp_path_factory):
+def served(device, tmp_path_factory):
     """The tokens of every prompt: of plain vLLM, or served from the tier."""
     found: dict[tuple[int, bool | None, bool], list[list[int]]] = {}
 
@@ -64,26 +60,22 @@ def served(models, device, tmp_path_factory):
         key = (ranks, fenced, asynchronous)
         if key not in found:
             ours = fenced is not None
-            run = Run(kvpatch=ours, offload=ours, environment=tuple(BARE.items()) if ours else ())
-            arguments = engine_arguments(run) | {
+            run = Run(kvpatch=ours, offload=ours).within(BARE if ours else {})
+            arguments = {
                 "max_model_len": 4096,
                 "max_num_batched_tokens": 3072 * ranks,
                 "num_gpu_blocks_override": 400,
                 "tensor_parallel_size": ranks,
             }
-            environment = device.environ(run)
+            plugged = [
+                *[plugins.take_fence_out] * (fenced is False),
+                *[plugins.schedule_asynchronously] * asynchronous,
+            ]
+            run = run.within({"VLLM_LOGGING_LEVEL": "DEBUG"})  # says how it schedules
             folder = tmp_path_factory.mktemp("serve")
-            loaded = {
-                plugins.take_fence_out: fenced is False,
-                plugins.schedule_asynchronously: asynchronous,
-            }
-            names = [plugin.__name__ for plugin, wanted in loaded.items() if wanted]
-            path = [plugins.install(folder / "plugin", *names), environment.get("PYTHONPATH")]
-            environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
-            environment["VLLM_LOGGING_LEVEL"] = "DEBUG"  # says how it schedules
-            with watched(models(run.model), arguments, environment, folder) as server:
+            with watched(run, device, folder, *plugged, **arguments) as server:
                 if ours:
-                    store_all(server, ranks, environment)
+                    store_all(server, ranks)
                 found[key] = [server.complete(one)["tokens"] for one in load_of(ranks)]
                 assert ("Batch queue is enabled" in server.log) is asynchronous
                 if ours:
@@ -94,7 +86,7 @@ def served(models, device, tmp_path_factory):
     return serve
 
 
-def store_all(server: Server, ranks: int, environment: dict[str, str]) -> None:
+def store_all(server: Server, ranks: int) -> None:
     """Finish half of the prompts and abort the others while their copies are held.
 
     One at a time: vLLM itself waits for the copy of a block that is handed out anew.
@@ -102,7 +94,7 @@ def store_all(server: Server, ranks: int, environment: dict[str, str]) -> None:
     of_one = (PAGE * ranks + 8) * block_bytes(Run())
     with pytest.MonkeyPatch.context() as patch:
         for variable in (HOST_DEVICE.name, HOST_DEVICE_DIR.name):
-            patch.setenv(variable, environment[variable])
+            patch.setenv(variable, server.environment[variable])
         for number, prompt in enumerate(load_of(ranks), start=1):
             with ledger.hold_copies():
                 if number <= COUNT:

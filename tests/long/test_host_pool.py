@@ -5,6 +5,7 @@ A kind is a connector, what is around it or behind it, and a model.
 
 import json
 import subprocess
+import sys
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -14,18 +15,16 @@ import pytest
 
 from harness.engines.fixtures import MODEL_PAIRS, MODELS, PAIRS
 from harness.engines.oracle import PLAIN, assert_same, assert_same_round, cached
-from harness.engines.pools import TWO_RANKS, Pooled, agrees, is_gone, live, name_of, pool_of
-from harness.engines.runs import ALL, Run, block_bytes, python_of
+from harness.engines.pools import TWO_RANKS, Pooled, agrees, is_gone, live, name_of, pool_of, share
+from harness.engines.runs import ALL, Run, block_bytes
 from harness.engines.serving import eventually
 from harness.engines.tiers import (
-    APART,
     PATIENT,
     SAME_HASHES,
     SMALL,
     answers,
     assert_comes_back,
-    assert_plain,
-    hits,
+    assert_found,
     on,
 )
 from kvpatch.environ import HOST_POOL
@@ -33,7 +32,7 @@ from kvpatch.pool import ledger
 
 MIB = 1 << 20
 NAME = name_of("")
-POOL = ((HOST_POOL.name, f"256MiB@{NAME}"),)  # extents of 4 MiB
+POOL = {HOST_POOL.name: f"256MiB@{NAME}"}  # extents of 4 MiB
 INSIDE = ("OffloadingConnector",)
 TRIES = 60
 
@@ -45,16 +44,17 @@ KINDS: dict[str, dict[str, Any]] = {
     "eagersliding": {"simple": "eager", "model": "sliding"},
     "eagerapart": {"simple": "eager", "contiguous": False},
     "lazy": {"simple": "lazy"},
-    "disk": {"environment": (SAME_HASHES, PATIENT)},  # and a folder
+    "disk": {},  # and a folder
     "inside": {"inside": INSIDE},
 }
 
 
 def of_kind(kind: str, size: int, name: str, disk: Path) -> Run:
     """An engine of a kind in a pool of a size and a name of its own."""
-    run = pool_of(size, name)
-    more = KINDS[kind] | ({"tiers": (str(disk),)} if kind == "disk" else {})
-    return replace(run, **more | {"environment": (*run.environment, *more.get("environment", ()))})
+    run = replace(pool_of(size, name), **KINDS[kind])
+    if kind == "disk":
+        run = replace(run, tiers=(str(disk),)).within(SAME_HASHES | PATIENT)
+    return run
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -78,7 +78,7 @@ def tokens(records: list[Any]) -> list[Any]:
 @MODELS
 @pytest.mark.parametrize("inside", [(), INSIDE], ids=["alone", "inside"])
 def test_prompts_from_a_tier_in_a_pool_give_plain_vllms_tokens(engine, model, inside):
-    ours = engine(Run(model=model, inside=inside, environment=POOL))
+    ours = engine(Run(model=model, inside=inside).within(POOL))
     assert_same(ours, engine(replace(PLAIN, model=model)))
     assert [record["cached"] for record in ours.round(1)] == [640] * ALL
     assert ours.result["changed"] == []
@@ -88,7 +88,7 @@ def test_prompts_from_a_tier_in_a_pool_give_plain_vllms_tokens(engine, model, in
 @PAIRS
 def test_so_they_do_from_the_simple_connectors(engine, mode, model, contiguous):
     run = Run(model=model, simple=mode, contiguous=contiguous)
-    ours = engine(replace(run, environment=POOL))
+    ours = engine(run.within(POOL))
     assert_same(ours, engine(replace(PLAIN, model=model)))
     assert "host_pool.simple_tensors" in ours.result["patches"]
     copies = ours.result["simple"]
@@ -103,32 +103,26 @@ def test_so_they_do_from_the_simple_connectors(engine, mode, model, contiguous):
 def test_prompts_that_a_pool_evicted_come_back_from_disk(
     serve, engine, tmp_path, model, contiguous
 ):
-    run = in_pool(on(tmp_path, model=model, contiguous=contiguous))
+    run = on(tmp_path, model=model, contiguous=contiguous).within(POOL)
     finished = serve(run, times=2, watch=True, engine=SMALL[model])
     assert_comes_back(finished, engine(replace(PLAIN, model=model)))
     assert any(patch.startswith("host_pool.") for patch in finished.result["patches"])
-
-
-def in_pool(run: Run) -> Run:
-    return replace(run, environment=(*run.environment, *POOL))
 
 
 @pytest.mark.parametrize("of_disk", ["pool", "own"])
 def test_a_tier_in_a_pool_and_one_of_its_own_read_one_disk(serve, engine, tmp_path, of_disk):
     """A file's identity is not that of the memory it was written from."""
     run = on(tmp_path)
-    first, then = (in_pool(run), run) if of_disk == "pool" else (run, in_pool(run))
+    first, then = (run.within(POOL), run) if of_disk == "pool" else (run, run.within(POOL))
     answers(serve(first))
-    records = answers(serve(then))
-    assert_plain(records, engine(PLAIN))
-    assert hits(records) == [640] * APART
+    assert_found(serve(then), engine(PLAIN))
 
 
 @pytest.mark.parametrize("mode", ["", "eager", "lazy"])
 def test_a_pool_smaller_than_the_load_evicts_and_stays_right(engine, mode):
     name = f"{NAME}small{mode}"
     size = 100 * block_bytes(Run())
-    ours = engine(Run(simple=mode, environment=((HOST_POOL.name, f"{size}@{name}"),)))
+    ours = engine(Run(simple=mode).within({HOST_POOL.name: f"{size}@{name}"}))
     assert_same(ours, engine(PLAIN))
     copies = ours.result["simple"] if mode else ours.result
     assert copies["evicted"] > 0
@@ -200,38 +194,8 @@ def test_an_idle_engine_makes_room_and_a_killed_one_leaves_it(
     start_in_pool, engine, tmp_path, kind
 ):
     """A pool of 48 MiB, in which tiers of both connectors count alike."""
-    size, name = 48 * MIB, f"two{kind}"
-    plain = tokens(engine(PLAIN).round(0)[:8])
-    one = start_in_pool(of_kind(kind, size, name, tmp_path))
-    one.do("round", "8")
-    full = one.do("see")
-    assert agrees(full, one.simple), full
-    assert full["committed"] > size // 2
-    two = start_in_pool(of_kind("offloading", size, name, tmp_path))
-    two.do("round", "8")
-    shared = two.do("see")
-    assert shared["engines"] == 2
-    assert shared["records"] <= size
-    assert shared["committed"] > full["extent"], "the other engine, which is idle, gave nothing"
-    if one.simple:
-        given = one.do("see")
-        assert agrees(given | {"limit": size}, simple=True), given
-        assert given["evicted"] > 0
-        assert tokens(one.do("round", "8")) == plain
-    one.kill()
-    two.do("alone")
-    if not one.simple:
-        left = two.do("see")
-        assert (left["resident"], left["evicted"]) == (shared["resident"], shared["evicted"])
-    two.do("round", "8")
-    again = two.do("round", "8")
-    last = two.do("see")
-    assert last["engines"] == 1
-    assert agrees(last), last
-    assert last["records"] == last["committed"] > size // 2
-    assert tokens(again) == plain
-    assert cached(again) > 0
-    is_gone(name, two)
+    runs = [of_kind(one, 48 * MIB, f"two{kind}", tmp_path) for one in (kind, "offloading")]
+    share(start_in_pool, runs, 48 * MIB, engine(PLAIN).round(0))
 
 
 def tiers_of(pid: int) -> set[tuple[int, int]]:
@@ -275,8 +239,7 @@ def test_the_memory_of_a_last_engine_that_is_killed_is_there_for_the_next(
         assert len(tiers) == 1
         assert len(users(tiers)) == (1 if ranks == 1 else 1 + ranks)
     one.kill()
-    folder = ledger.home(name_of(name))
-    assert eventually(lambda: ledger.show(folder) is None, 60), "something of it counts still"
+    assert eventually(lambda: ledger.show(ledger.home(name_of(name))) is None, 60)
     assert users(tiers) == set()
     following = start_in_pool(run, **more)
     begun = following.do("see")
@@ -295,11 +258,11 @@ def test_the_memory_of_a_last_engine_that_is_killed_is_there_for_the_next(
 # What is shown
 
 
-def said(one: Pooled, *words: str, **environment: str) -> Any:
+def said(one: Pooled, *words: str) -> Any:
     """What a command of kvpatch prints beside an engine, as JSON."""
     done = subprocess.run(
-        [python_of(""), "-m", "kvpatch", *words, "--json"],
-        env=one.environment | {"KVPATCH": "0"} | environment,
+        [sys.executable, "-m", "kvpatch", *words, "--json"],
+        env=one.environment | {"KVPATCH": "0"},
         capture_output=True,
         text=True,
         check=False,

@@ -3,23 +3,21 @@
 import os
 import signal
 from contextlib import ExitStack
-from typing import Any
 
 import psutil
 import pytest
 
-from harness.engines.pools import STORED, name_of
-from harness.engines.runs import Run, block_bytes, engine_arguments, prompts
-from harness.engines.serving import eventually, watched
+from harness.engines.pools import STORED, name_of, pool_of
+from harness.engines.runs import Run, block_bytes
+from harness.engines.serving import answers, eventually, watched
 from harness.serve import Server
-from kvpatch.environ import HOST_POOL
 from kvpatch.pool import ledger
 
 MIB = 1 << 20
 SIZE, EXTENT, NAME = 256 * MIB, 4 * MIB, name_of("served")
 FOLDER = ledger.home(NAME)
-LOAD = prompts(6)
-BLOCKS = len(LOAD) * STORED * block_bytes(Run())
+COUNT = 6
+BLOCKS = COUNT * STORED * block_bytes(Run())
 
 
 def engine_of(server: Server) -> int:
@@ -57,41 +55,33 @@ def committed() -> int:
 
 
 @pytest.fixture(params=["", "eager"], ids=["OffloadingConnector", "SimpleCPUOffloadConnector"])
-def serve(request, models, device, tmp_path):
+def serve(request, device, tmp_path):
     """Start a server in the pool, with one of the connectors."""
-    run = Run(environment=((HOST_POOL.name, f"{SIZE}@{NAME}"),), simple=request.param)
+    run = pool_of(SIZE, "served", request.param)
 
     def serve(stack: ExitStack, name: str) -> Server:
-        folder = tmp_path / name
-        folder.mkdir()
-        own = device.environ(run)
-        return stack.enter_context(
-            watched(models("llama"), engine_arguments(run), own, folder, fresh=True)
-        )
+        return stack.enter_context(watched(run, device, tmp_path / name, fresh=True))
 
     return serve
 
 
 def test_memory_comes_back_and_a_killed_server_takes_nothing_from_another(serve):
-    def answers(server: Server) -> list[Any]:
-        return [server.complete(prompt)["tokens"] for prompt in LOAD]
-
     with ExitStack() as stack:
         one, two = serve(stack, "one"), serve(stack, "two")
-        expected = answers(one)
-        assert answers(two) == expected
+        expected = answers(one, COUNT)
+        assert answers(two, COUNT) == expected
         one.reset_caches()
         assert eventually(lambda: resident()[0] == 0)
         left = at_rest()  # of the other server; a store without memory in time is skipped
         assert 0 < left <= BLOCKS
         assert eventually(lambda: committed() <= 1.05 * left + 3 * EXTENT)
-        assert answers(one) == expected
+        assert answers(one, COUNT) == expected
         assert eventually(lambda: min(resident()) > 0)
         os.kill(engine_of(one), signal.SIGKILL)
         one.process.wait(120)  # it notices that its engine is gone, and ends by itself
         assert eventually(lambda: resident() == [left])
         assert eventually(lambda: committed() <= 1.05 * left + 2 * EXTENT)
-        assert answers(two) == expected
+        assert answers(two, COUNT) == expected
         assert left <= resident()[0] <= BLOCKS
         os.kill(engine_of(two), signal.SIGKILL)
         two.process.wait(120)

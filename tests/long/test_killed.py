@@ -9,13 +9,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from harness.engines.runs import Run, engine_arguments, prompts
+from harness.engines.runs import Run, prompts
 from harness.engines.serving import watched
 from harness.serve import Server
 from kvpatch.environ import HOST_DEVICE, HOST_DEVICE_DIR
 from kvpatch.hostdevice import ledger
-
-NAME = "KVCACHED_IPC_NAME"
 
 
 def process_of(server: Server, role: str) -> psutil.Process:
@@ -29,24 +27,16 @@ def process_of(server: Server, role: str) -> psutil.Process:
 
 @pytest.mark.parametrize(("role", "ranks"), [("VLLM::EngineCore", 1), ("VLLM::Worker_TP1", 2)])
 def test_the_next_engine_of_that_name_starts_and_is_right(
-    models,
-    device,
-    tmp_path,
-    monkeypatch,
-    role,
-    ranks,
+    device, tmp_path, monkeypatch, role, ranks
 ):
     name = f"kvpatch-test-killed-{os.getpid()}-{ranks}"
-    run = Run(environment=((NAME, name),))
+    run = Run(ranks=ranks).within({"KVCACHED_IPC_NAME": name})
     environment = device.environ(run)
     for variable in (HOST_DEVICE.name, HOST_DEVICE_DIR.name):
         monkeypatch.setenv(variable, environment[variable])
-    arguments = engine_arguments(run) | {"tensor_parallel_size": ranks}
     answers = []
     for attempt in ("killed", "next"):
-        folder = tmp_path / attempt
-        folder.mkdir()
-        with watched(models("llama"), arguments, environment, folder, fresh=True) as server:
+        with watched(run, device, tmp_path / attempt, fresh=True) as server:
             answers.append(server.complete(prompts(1)[0]))
             started = psutil.Process(server.process.pid).children(recursive=True)
             if attempt == "next":

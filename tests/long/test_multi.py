@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness.engines.fences import BARE, Fences
+from harness.engines.fences import Fences
 from harness.engines.multi import INSIDE, compare_simple_inside
 from harness.engines.runs import Run
 
@@ -18,36 +18,20 @@ from harness.engines.runs import Run
     [("eager", False), ("lazy", True)],
     ids=["eager-non-contiguous", "lazy-contiguous"],
 )
-def test_simple_is_right_in_it_too(
-    engine,
-    models,
-    device,
-    tmp_path,
-    mode,
-    contiguous,
-):
-    run = Run(contiguous=contiguous, simple=mode)
-    compare_simple_inside(run, engine, models(run.model), device, tmp_path)
+def test_simple_is_right_in_it_too(engine, serve, mode, contiguous):
+    compare_simple_inside(Run(contiguous=contiguous, simple=mode), engine, serve)
 
 
 class DiskFences(Fences):
     """One interleaving of the fence's, inside a MultiConnector and with a disk behind."""
 
-    scenario = "finish"
+    inside = INSIDE
 
     def on_disk(self, disk: Path, fenced: bool) -> tuple[dict[str, int], dict[str, Any]]:
         """How many blocks on disk are right and wrong after the scenario, and its result."""
-        run = Run(inside=INSIDE, tiers=(str(disk),), environment=tuple(BARE.items()))
-        job = self._job(
-            run, (self.scenario,), 1, num_gpu_blocks_override=400, async_scheduling=False
-        )
-        job |= {
-            "may_hold": True,
-            "nothing_connector": True,
-            "revert": [] if fenced else ["fence.install"],
-            "scenarios": [self.scenario],
-            "truth": str(self.truth("llama", 1)),
-        }
+        self.tiers = (str(disk),)
+        run, job = self.prepare(("finish",), asynchronous=False, ranks=1)
+        job |= {"may_hold": True, "revert": [] if fenced else ["fence.install"]}
         result = self.folder / f"{disk.name}.json"
         self._drive(job, run, result)
         truth = np.load(self.truth("llama", 1))
@@ -61,13 +45,8 @@ class DiskFences(Fences):
         return verdict, json.loads(result.read_text())
 
 
-@pytest.fixture(scope="module")
-def fences(models, device, tmp_path_factory):
-    return DiskFences(models, device, tmp_path_factory.mktemp("fence"))
-
-
 def test_with_the_fence_no_wrong_block_reaches_the_disk(fences, tmp_path):
-    verdict, result = fences.on_disk(tmp_path / "fenced", fenced=True)
+    verdict, result = fences(DiskFences).on_disk(tmp_path / "fenced", fenced=True)
     assert verdict["right"] >= 40
     assert verdict["wrong"] == 0
     assert result["scenarios"]["finish"]["wrong"] == 0
@@ -76,5 +55,5 @@ def test_with_the_fence_no_wrong_block_reaches_the_disk(fences, tmp_path):
 
 
 def test_without_the_fence_wrong_blocks_reach_the_disk(fences, tmp_path):
-    verdict, _ = fences.on_disk(tmp_path / "bare", fenced=False)
+    verdict, _ = fences(DiskFences).on_disk(tmp_path / "bare", fenced=False)
     assert verdict["wrong"] > 0

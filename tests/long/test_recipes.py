@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from harness import ROOT
-from harness.engines.runs import Finished, Run, engine_arguments, prompts, run_driver
+from harness.engines.runs import Finished, Run, prompts
 from harness.engines.serving import eventually, watched
 from harness.serve import Server
 
@@ -65,24 +65,22 @@ def folders(recipe: dict[str, Any]) -> list[Path]:
 
 
 @pytest.mark.parametrize("recipe", recipes())
-def test_a_recipe_serves_a_prompt_from_its_tier(recipe, models, device, tmp_path):
+def test_a_recipe_serves_a_prompt_from_its_tier(recipe, serve, tmp_path):
     recipe = here(recipe, tmp_path / "disk")
-    run = Run(environment=CHECKED)
 
-    def serve(times: int) -> Finished:
-        job = {
-            "model": str(models(run.model)),
-            "engine": engine_arguments(run) | {"kv_transfer_config": recipe},
-            "rounds": [prompts(1)] * times,
-            "one_by_one": True,  # every copy has ended before the prompt comes again
-        }
-        return run_driver(job, device.environ(run), tmp_path)
+    def ask(times: int) -> Finished:
+        return serve(
+            Run(environment=CHECKED),
+            engine={"kv_transfer_config": recipe},
+            rounds=[prompts(1)] * times,
+            one_by_one=True,  # every copy has ended before the prompt comes again
+        )
 
     def records(finished: Finished) -> list[Any]:
         finished.round(0)
         return [record for (record,) in finished.result["rounds"]]
 
-    asked = serve(2)
+    asked = ask(2)
     assert [one["cached"] for one in records(asked)] == [0, BLOCKS * 32]
     assert "KV on elastic memory: yes" in asked.log
     text = json.dumps(recipe)
@@ -90,7 +88,7 @@ def test_a_recipe_serves_a_prompt_from_its_tier(recipe, models, device, tmp_path
     assert (f"mode={mode}, backend=cpu" in asked.log) is ("SimpleCPUOffloadConnector" in text)
     for folder in folders(recipe):
         assert len(list(folder.rglob("*.bin"))) == BLOCKS
-    again = records(serve(1)) if folders(recipe) else records(asked)[-1:]
+    again = records(ask(1)) if folders(recipe) else records(asked)[-1:]
     assert [one["cached"] for one in again] == [BLOCKS * 32]
     assert len({tuple(one["tokens"]) for one in records(asked) + again}) == 1
 
@@ -98,18 +96,16 @@ def test_a_recipe_serves_a_prompt_from_its_tier(recipe, models, device, tmp_path
 class Typed:
     """A served engine, and the pages' commands typed beside it."""
 
-    def __init__(self, server: Server, model: Path, environment: dict[str, str]) -> None:
+    def __init__(self, server: Server) -> None:
         self.server = server
-        self.model = model
-        self.environment = environment
-        self.name = environment["KVCACHED_IPC_NAME"]
+        self.name = server.environment["KVCACHED_IPC_NAME"]
 
     def type(self, line: str) -> str:
         """Type a page's line in a shell, with this engine's model, address and name."""
-        line = line.replace("MODEL", str(self.model)).replace("chat", self.name)
+        line = line.replace("MODEL", str(self.server.model)).replace("chat", self.name)
         done = subprocess.run(
             ["bash", "-c", line.replace("http://127.0.0.1:8000", self.server.url)],
-            env=self.environment,
+            env=self.server.environment,
             capture_output=True,
             text=True,
             timeout=120,
@@ -129,16 +125,17 @@ class Typed:
 
 
 @pytest.fixture(scope="module")
-def served(models, device, tmp_path_factory):
+def served(device, tmp_path_factory):
     """SimpleCPUOffloadConnector, switched on without a JSON document."""
-    own = {"VLLM_USE_SIMPLE_KV_OFFLOAD": "1", "KVCACHED_IPC_NAME": f"recipes-{os.getpid()}"}
-    run = Run(offload=False, environment=CHECKED)
-    environment = device.environ(run) | own
-    environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
-    arguments = engine_arguments(run) | {"kv_offloading_size": 0.25}
-    model, folder = models(run.model), tmp_path_factory.mktemp("serve")
-    with watched(model, arguments, environment, folder) as server:
-        yield Typed(server, model, environment)
+    own = {
+        "VLLM_USE_SIMPLE_KV_OFFLOAD": "1",
+        "KVCACHED_IPC_NAME": f"recipes-{os.getpid()}",
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
+    run = Run(offload=False, environment=CHECKED).within(own)
+    folder = tmp_path_factory.mktemp("serve")
+    with watched(run, device, folder, kv_offloading_size=0.25) as server:
+        yield Typed(server)
 
 
 def test_the_page_s_check_of_a_served_engine(served):

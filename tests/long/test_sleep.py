@@ -14,8 +14,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from harness.engines import plugins
-from harness.engines.runs import Run, engine_arguments, prompts
-from harness.engines.serving import Asked, eventually, watched
+from harness.engines.runs import Run, prompts
+from harness.engines.serving import Asked, answers, eventually, watched
 
 COUNT = 6
 TOKENS = 640  # of a prompt, in whole blocks
@@ -41,6 +41,23 @@ class Sleeper(Asked):
         answer = self.server.client.get("/is_sleeping").raise_for_status()
         return bool(answer.json()["is_sleeping"])
 
+    def wakes_up(self, **tags: str) -> int:
+        """Wake it up with a request that waits, and ask everything; return what was loaded before.
+
+        It runs with all of its limit again, and what waited is answered as the others are.
+        """
+        waiting = self.begin(prompts(COUNT)[0])
+        assert eventually(lambda: self.engine.said["waiting"] == 1)
+        assert not waiting.done()
+        before = self.loaded()
+        assert self.post("/wake_up", **tags)["status"] == "awake"
+        assert waiting.result(60)["tokens"] == self.first[0]
+        assert not self.sleeping()
+        assert eventually(lambda: self.engine.phase == "runs")
+        assert self.engine.said["limit"] == self.engine.said["most"]
+        self.again()
+        return before
+
 
 # Each kind has an engine, which all tests of its kind ask; what depends on no connector is asked of
 # one of each.
@@ -49,18 +66,13 @@ ONE_OF_EACH = pytest.mark.parametrize("sleeper", ["offloading", "lazy"], indirec
 
 
 @pytest.fixture(scope="module")
-def sleeper(request, models, device, tmp_path_factory):
+def sleeper(request, device, tmp_path_factory):
     name = f"sleep-{os.getpid()}-{list(KINDS).index(request.param)}"
-    more = {"KVCACHED_IPC_NAME": name, "VLLM_SERVER_DEV_MODE": "1"}
-    run = replace(KINDS[request.param], environment=tuple(more.items()))
-    arguments = engine_arguments(run) | {"enable_sleep_mode": True}
+    run = KINDS[request.param].within({"KVCACHED_IPC_NAME": name})
     folder = tmp_path_factory.mktemp("serve")
-    environment = device.environ(run) | {plugins.GATE: str(folder / "gate")}
-    plugged = plugins.install(folder / "plugin", plugins.stop_when_running.__name__)
-    environment["PYTHONPATH"] = os.pathsep.join((plugged, environment["PYTHONPATH"]))
-    with watched(models(run.model), arguments, environment, folder) as server:
-        first = [server.complete(prompt) for prompt in prompts(COUNT)]
-        yield Sleeper(server, name, first, folder / "gate")
+    plugged = plugins.stop_when_running
+    with watched(run, device, folder, plugged, enable_sleep_mode=True) as server:
+        yield Sleeper(server, name, answers(server, COUNT))
 
 
 @EVERY
@@ -71,17 +83,7 @@ def test_level_1_gives_every_page_back_and_loses_nothing(sleeper):
     said = sleeper.engine.said
     assert sleeper.sleeping()
     assert (said["phase"], said["mapped"]) == ("suspended", said["limit"])  # the page of block 0
-    waiting = sleeper.begin(prompts(COUNT)[0])
-    assert eventually(lambda: sleeper.engine.said["waiting"] == 1)
-    assert not waiting.done()
-    before = sleeper.loaded()
-    assert sleeper.post("/wake_up")["status"] == "awake"
-    assert waiting.result(60)["tokens"] == sleeper.first[0]["tokens"]
-    assert not sleeper.sleeping()
-    assert eventually(lambda: sleeper.engine.phase == "runs")
-    assert sleeper.engine.said["limit"] == said["most"]
-    again = [sleeper.server.complete(prompt) for prompt in prompts(COUNT)[1:]]
-    assert [one["tokens"] for one in again] == [one["tokens"] for one in sleeper.first[1:]]
+    before = sleeper.wakes_up()
     assert eventually(lambda: sleeper.loaded() - before == COUNT * TOKENS)
 
 
@@ -130,7 +132,7 @@ def test_resumed_while_it_sleeps_it_computes_nothing(sleeper):
     waiting = sleeper.begin(prompts(COUNT)[0])
     assert eventually(lambda: sleeper.engine.said["waiting"] == 1)
     sleeper.post("/wake_up")
-    assert waiting.result(60)["tokens"] == sleeper.first[0]["tokens"]
+    assert waiting.result(60)["tokens"] == sleeper.first[0]
     sleeper.again()
 
 
@@ -156,15 +158,7 @@ def test_released_kv_memory_is_the_devices_again_and_no_cache_is_kept(sleeper):
     said = sleeper.engine.said
     assert (said["phase"], said["mapped"]) == ("suspended", said["limit"])  # the page of block 0
     assert said["limit"] < full
-    waiting = sleeper.begin(prompts(COUNT)[0])
-    assert eventually(lambda: sleeper.engine.said["waiting"] == 1)
-    before = sleeper.loaded()
-    assert sleeper.post("/wake_up", tags="kv_cache")["status"] == "awake"
-    assert waiting.result(60)["tokens"] == sleeper.first[0]["tokens"]
-    assert eventually(lambda: sleeper.engine.phase == "runs")
-    assert sleeper.engine.said["limit"] == said["most"]
-    again = [sleeper.server.complete(prompt) for prompt in prompts(COUNT)[1:]]
-    assert [one["tokens"] for one in again] == [one["tokens"] for one in sleeper.first[1:]]
+    before = sleeper.wakes_up(tags="kv_cache")
     assert sleeper.loaded() == before
 
 
@@ -205,11 +199,11 @@ def test_other_weights_find_no_block_that_a_sleep_kept(sleeper, models, others, 
         if asleep:
             sleeper.post("/wake_up", tags="kv_cache")
         before = sleeper.loaded()
-        answers = [sleeper.server.complete(prompt)["tokens"] for prompt in prompts(COUNT)]
+        found = answers(sleeper.server, COUNT)
         assert sleeper.loaded() == before
-        return answers
+        return found
 
     sleeper.again()
     other = replace_weights(others)
-    assert all(answer != one["tokens"] for answer, one in zip(other, sleeper.first, strict=True))
-    assert replace_weights(models(BASE.model)) == [one["tokens"] for one in sleeper.first]
+    assert all(one != before for one, before in zip(other, sleeper.first, strict=True))
+    assert replace_weights(models(BASE.model)) == sleeper.first

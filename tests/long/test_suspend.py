@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 
 from harness.engines import kill_points, plugins
-from harness.engines.runs import Device, Run, engine_arguments, prompts
-from harness.engines.serving import Asked, eventually, watched
+from harness.engines.runs import Device, Run, prompts
+from harness.engines.serving import Asked, answers, eventually, watched
 from harness.kills import Served
 from harness.serve import Server
 from kvpatch import control
@@ -31,7 +31,6 @@ from kvpatch.hostdevice import ledger
 COUNT = 6
 TOKENS = 640  # of a prompt, in whole blocks
 LONG = 40  # tokens to generate: a request that the engine stops in the middle of
-GATE = "gate"
 LOADED = "vllm:external_prefix_cache_hits_total"
 ON_THE_DEVICE = "vllm:prefix_cache_hits_total"
 LENT = "vllm:kvpatch_device_lent_bytes"
@@ -50,22 +49,15 @@ KINDS = {
 
 def named(run: Run, name: str, **more: str) -> Run:
     """A run under a kvcached name of its own."""
-    return replace(run, environment=(*run.environment, ("KVCACHED_IPC_NAME", name), *more.items()))
+    return run.within({"KVCACHED_IPC_NAME": name, **more})
 
 
 @contextmanager
-def started(
-    run: Run, model: Path, device: Device, folder: Path, asynchronous: bool = True, ranks: int = 1
-) -> Iterator[Server]:
+def started(run: Run, device: Device, folder: Path, asynchronous: bool = True) -> Iterator[Server]:
     """A server of a run."""
-    environment = device.environ(run)
-    loaded = [plugins.stop_when_running, *[plugins.schedule_asynchronously] * asynchronous]
-    folders = plugins.install(folder / "plugin", *(one.__name__ for one in loaded))
-    environment["PYTHONPATH"] = os.pathsep.join((folders, environment["PYTHONPATH"]))
-    environment[plugins.GATE] = str(folder / GATE)
-    environment["VLLM_LOGGING_LEVEL"] = "DEBUG"  # says how it schedules
-    arguments = engine_arguments(run) | {"tensor_parallel_size": ranks}
-    with watched(model, arguments, environment, folder) as server:
+    plugged = [plugins.stop_when_running, *[plugins.schedule_asynchronously] * asynchronous]
+    said = {"VLLM_LOGGING_LEVEL": "DEBUG"}  # how it schedules
+    with watched(run.within(said), device, folder, *plugged) as server:
         assert ("Batch queue is enabled" in server.log) is asynchronous
         yield server
 
@@ -76,14 +68,13 @@ CONNECTORS = pytest.mark.parametrize("suspended", ["offloading", "eager", "lazy"
 
 
 @pytest.fixture(scope="module")
-def suspended(request, models, device, tmp_path_factory):
+def suspended(request, device, tmp_path_factory):
     name = f"suspend-{os.getpid()}-{list(KINDS).index(request.param)}"
     run = named(KINDS[request.param], name)
     folder = tmp_path_factory.mktemp("serve")
     asynchronous = "synchronous" not in request.param
-    with started(run, models(run.model), device, folder, asynchronous) as server:
-        first = [server.complete(prompt) for prompt in prompts(COUNT)]
-        yield Asked(server, name, first, folder / GATE)
+    with started(run, device, folder, asynchronous) as server:
+        yield Asked(server, name, answers(server, COUNT))
 
 
 @EVERY
@@ -107,9 +98,8 @@ def test_its_pages_are_free_and_it_answers_the_same_afterwards(suspended):
     assert not waiting.done()
     before = suspended.loaded()
     assert engine.resume().phase == "runs"
-    assert waiting.result(60)["tokens"] == suspended.first[0]["tokens"]
-    again = [suspended.server.complete(prompt) for prompt in prompts(COUNT)[1:]]
-    assert [one["tokens"] for one in again] == [one["tokens"] for one in suspended.first[1:]]
+    assert waiting.result(60)["tokens"] == suspended.first[0]
+    suspended.again()
     assert eventually(lambda: suspended.loaded() - before == COUNT * TOKENS)
     assert eventually(lambda: suspended.server.metric(LENT) == 0)
     assert eventually(lambda: suspended.server.metric(SECONDS) > seconds)
@@ -188,11 +178,11 @@ def test_under_load_it_is_suspended_and_resumed_without_a_wrong_token(suspended)
     stop = threading.Event()
 
     def load() -> list[tuple[int, Any]]:
-        answers = []
+        given = []
         while not stop.is_set():
             for index, prompt in enumerate(prompts(COUNT)):
-                answers.append((index, suspended.server.complete(prompt)))
-        return answers
+                given.append((index, suspended.server.complete(prompt)))
+        return given
 
     loads = [suspended.pool.submit(load) for _ in range(3)]
     for pause in (0.0, 0.01, 0.03, 0.1, 0.3, 1.0):
@@ -202,46 +192,38 @@ def test_under_load_it_is_suspended_and_resumed_without_a_wrong_token(suspended)
     stop.set()
     for one in loads:
         for index, answer in one.result(300):
-            assert answer["tokens"] == suspended.first[index]["tokens"]
+            assert answer["tokens"] == suspended.first[index]
 
 
-def lose_nothing(server: Server, name: str) -> None:
-    """Suspend and resume an engine in lazy mode, with the most to store."""
-    first = [server.complete(prompt) for prompt in prompts(COUNT)]
-    answer = control.find(name).suspend(timeout=120)
-    assert (answer.lost, answer.mapped) == (0, answer.limit)
-    before = server.metric(LOADED)
-    control.find(name).resume()
-    again = [server.complete(prompt) for prompt in prompts(COUNT)]
-    assert [one["tokens"] for one in again] == [one["tokens"] for one in first]
-    assert eventually(lambda: server.metric(LOADED) - before == COUNT * TOKENS)
-    spilled = server.metric(SPILLED, reason="suspend")
-    assert server.metric(SPILLED) == spilled <= answer.said["planned"]
-    assert eventually(lambda: server.metric(RESTORED) > 0)
-    assert server.metric(RESTORED) <= spilled
+@pytest.mark.parametrize(
+    "changes",
+    [{"ranks": 2}, {"model": "sliding"}, {"model": "latent"}],
+    ids=["two ranks", "sliding", "latent"],
+)
+def test_in_lazy_mode_with_the_most_to_store_nothing_is_lost(device, tmp_path, changes):
+    name = f"suspend-lazy-{'-'.join(map(str, changes.values()))}-{os.getpid()}"
+    run = named(replace(OFFLOADING, simple="lazy", **changes), name)
+    with started(run, device, tmp_path, asynchronous=run.ranks == 1) as server:
+        first = answers(server, COUNT)
+        answer = control.find(name).suspend(timeout=120)
+        assert (answer.lost, answer.mapped) == (0, answer.limit)
+        before = server.metric(LOADED)
+        control.find(name).resume()
+        assert answers(server, COUNT) == first
+        assert eventually(lambda: server.metric(LOADED) - before == COUNT * TOKENS)
+        spilled = server.metric(SPILLED, reason="suspend")
+        assert server.metric(SPILLED) == spilled <= answer.said["planned"]
+        assert eventually(lambda: server.metric(RESTORED) > 0)
+        assert server.metric(RESTORED) <= spilled
+        if run.ranks > 1:  # every rank has stored and loaded the same blocks
+            assert server.metric(RESTORED) <= COUNT * TOKENS // 32
 
 
-def test_with_two_ranks_every_rank_has_stored_it(models, device, tmp_path):
-    name = f"suspend-ranks-{os.getpid()}"
-    run = named(replace(OFFLOADING, simple="lazy"), name)
-    with started(run, models(run.model), device, tmp_path, False, ranks=2) as server:
-        lose_nothing(server, name)
-        assert server.metric(RESTORED) <= COUNT * TOKENS // 32
-
-
-@pytest.mark.parametrize("model", ["sliding", "latent"])
-def test_of_other_models_nothing_is_lost(models, device, tmp_path, model):
-    name = f"suspend-{model}-{os.getpid()}"
-    run = named(replace(OFFLOADING, simple="lazy", model=model), name)
-    with started(run, models(model), device, tmp_path) as server:
-        lose_nothing(server, name)
-
-
-def test_a_small_tier_says_what_it_does_not_keep(models, device, tmp_path):
+def test_a_small_tier_says_what_it_does_not_keep(device, tmp_path):
     name = f"suspend-small-{os.getpid()}"
     run = named(replace(OFFLOADING, cpu_blocks=60), name)
-    with started(run, models(run.model), device, tmp_path) as server:
-        first = [server.complete(prompt) for prompt in prompts(COUNT)]
+    with started(run, device, tmp_path) as server:
+        first = answers(server, COUNT)
         engine = control.find(name)
         with pytest.raises(control.Refused, match=r"no room for \d+ blocks"):
             engine.suspend(whole=True)
@@ -250,65 +232,37 @@ def test_a_small_tier_says_what_it_does_not_keep(models, device, tmp_path):
         assert answer.lost == planned.lost > 0
         assert answer.kept == 60
         engine.resume()
-        again = [server.complete(prompt) for prompt in prompts(COUNT)]
-        assert [one["tokens"] for one in again] == [one["tokens"] for one in first]
+        assert answers(server, COUNT) == first
 
 
-def test_its_pages_are_its_neighbours(models, tmp_path_factory):
+def test_its_pages_are_its_neighbours(tmp_path):
     """A device with room for one of the two."""
-    folder = tmp_path_factory.mktemp("small")
-    device = Device(folder, size="112MiB")
+    device = Device(tmp_path, size="112MiB")
     names = [f"suspend-{word}-{os.getpid()}" for word in ("gives", "takes")]
     runs = [named(OFFLOADING, name) for name in names]
-    model = models("llama")
-    asked = prompts(COUNT)
     with (
-        started(runs[0], model, device, tmp_path_factory.mktemp("gives")) as gives,
-        started(runs[1], model, device, tmp_path_factory.mktemp("takes")) as takes,
+        started(runs[0], device, tmp_path / "gives") as gives,
+        started(runs[1], device, tmp_path / "takes") as takes,
     ):
-        first = [gives.complete(prompt) for prompt in asked]
+        first = answers(gives, COUNT)
         before = control.find(names[1]).said["mapped"]
         answer = control.find(names[0]).suspend(timeout=60)
-        theirs = [takes.complete(prompt) for prompt in asked]
+        theirs = answers(takes, COUNT)
         assert control.find(names[1]).said["mapped"] > before
         control.find(names[1]).suspend(timeout=60)
         control.find(names[0]).resume()
-        again = [gives.complete(prompt) for prompt in asked]
+        again = answers(gives, COUNT)
         control.find(names[1]).resume()
     assert answer.lost == 0
-    for answers in (theirs, again):
-        assert [one["tokens"] for one in answers] == [one["tokens"] for one in first]
+    assert theirs == again == first
 
 
-@pytest.mark.parametrize("phase", kill_points.PHASES)
-def test_killed_on_its_way_it_leaves_nothing_behind(phase, device, tmp_path, monkeypatch):
-    killed_at(phase, device, tmp_path, monkeypatch)
-
-
-@pytest.mark.parametrize("point", kill_points.BACK)
-def test_killed_on_its_way_back_it_leaves_nothing_behind(point, device, tmp_path, monkeypatch):
-    killed_at(point, device, tmp_path, monkeypatch)
-
-
-def test_killed_while_it_loads_after_a_resumption_it_leaves_nothing_behind(
-    device, tmp_path, monkeypatch
+@pytest.mark.parametrize("point", [*kill_points.PHASES, *kill_points.BACK, "load"])
+def test_killed_on_its_way_there_or_back_it_leaves_nothing_behind(
+    point, device, tmp_path, monkeypatch
 ):
-    killed_at("load", device, tmp_path, monkeypatch, waits=True)
-
-
-def killed_at(
-    point: str,
-    device: Device,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    waits: bool = False,
-) -> None:
-    """Kill an engine at a point of a suspension or a resumption, and look at what stays.
-
-    Args:
-        point: of ``kill_points``.
-        waits: a request waits from the suspension on, and loads after the resumption.
-    """
+    """A load is one of a request that has waited since the suspension."""
+    waits = point == "load"
     # Lazy mode has the most to store; the copies that can be stopped are OffloadingConnector's.
     kind = OFFLOADING if waits else replace(OFFLOADING, simple="lazy")
     name = f"suspend-killed-{point.replace(' ', '-')}-{os.getpid()}"
@@ -353,18 +307,17 @@ def killed_at(
     assert [one.name for one in control.engines() if one.name == name] == []
 
 
-def test_an_idle_engine_gives_its_pages_back_by_itself(models, device, tmp_path):
+def test_an_idle_engine_gives_its_pages_back_by_itself(device, tmp_path):
     name = f"suspend-idle-{os.getpid()}"
     run = named(OFFLOADING, name, KVPATCH_IDLE="2s")
-    with started(run, models(run.model), device, tmp_path) as server:
-        first = [server.complete(prompt) for prompt in prompts(COUNT)]
+    with started(run, device, tmp_path) as server:
+        first = answers(server, COUNT)
         full = control.find(name).said["mapped"]
         assert eventually(lambda: control.find(name).said["mapped"] < full // 4, 60)
         said = control.find(name).said
         assert (said["phase"], said["limit"]) == ("runs", said["most"])
         before = server.metric(ON_THE_DEVICE)
-        again = [server.complete(prompt) for prompt in prompts(COUNT)]
-        assert [one["tokens"] for one in again] == [one["tokens"] for one in first]
+        assert answers(server, COUNT) == first
 
         def hits() -> tuple[int, int]:
             return int(server.metric(LOADED)), int(server.metric(ON_THE_DEVICE) - before)

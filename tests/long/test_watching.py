@@ -11,8 +11,8 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import threading
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ import pytest
 import requests
 
 from harness import ROOT
-from harness.engines.runs import ROOM, Run, block_bytes, engine_arguments, prompts
+from harness.engines.runs import ROOM, Run, block_bytes, prompts
 from harness.engines.serving import eventually, watched
 from harness.serve import Server
 from kvpatch.telemetry import reader
@@ -41,7 +41,6 @@ class Served:
     """A server under observation, and what the load on it counted."""
 
     server: Server
-    environment: dict[str, str]
     counted: dict[str, int]
 
     def metrics(self) -> dict[tuple[str, ...], float]:
@@ -59,17 +58,11 @@ class Served:
         return found
 
     def status(self, *options: str) -> subprocess.CompletedProcess[str]:
-        return self.kvpatch("status", *options)
+        return self.server.kvpatch("status", *options)
 
-    def kvpatch(self, *words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "kvpatch", *words],
-            env=self.environment,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
+    @property
+    def environment(self) -> Mapping[str, str]:
+        return self.server.environment
 
     def engine(self) -> dict[str, Any]:
         """The engine core's part of ``kvpatch status --json``."""
@@ -79,20 +72,18 @@ class Served:
 
 
 @pytest.fixture(scope="module")
-def served(models, device, tmp_path_factory):
+def served(device, tmp_path_factory):
     # A small prefix cache, so that an idle engine has given pages back.
     own = {"KVCACHED_MAX_CACHED_TOKENS": "640", "KVCACHED_IPC_NAME": f"watching-{os.getpid()}"}
-    run = Run(environment=tuple(own.items()))
-    arguments = engine_arguments(run) | {"api_server_count": 2}
-    environment = device.environ(run)
     folder = tmp_path_factory.mktemp("serve")
-    with watched(models(run.model), arguments, environment, folder, fresh=True) as server:
+    run = Run().within(own)
+    with watched(run, device, folder, fresh=True, api_server_count=2) as server:
         server.rpc("watch_transfers")
         for _ in range(2):
             for prompt in prompts(COUNT):
                 server.complete(prompt)
         (counted,) = server.rpc("transfer_outcome")
-        yield Served(server, environment, counted)
+        yield Served(server, counted)
 
 
 def test_metrics_are_what_the_load_counted(served):
@@ -342,7 +333,9 @@ def test_what_the_killed_engine_left_behind_is_named_and_stays(served):
     try:
         listed = ("clean", "--json")  # as text they are counted where others left many
         for path in left:
-            assert eventually(lambda path=path: str(path) in served.kvpatch(*listed).stdout, 120)
+            assert eventually(
+                lambda path=path: str(path) in served.server.kvpatch(*listed).stdout, 120
+            )
             assert path.exists()
     finally:
         left[0].unlink()
@@ -352,51 +345,40 @@ def test_what_the_killed_engine_left_behind_is_named_and_stays(served):
             page.unlink()
 
 
-def test_a_server_that_is_asked_to_stop_has_not_crashed(models, device, tmp_path_factory):
+@pytest.fixture
+def alone(request, device, tmp_path):
+    """A server whose pages are in a place of their own."""
+    name = f"alone-{request.node.name[-8:]}-{os.getpid()}"
+    run = Run().within({"KVCACHED_IPC_NAME": name, "KVPATCH_STATUS_DIR": str(tmp_path)})
+    with watched(run, device, tmp_path / "serve", fresh=True) as server:
+        yield Served(server, {})
+    (Path("/dev/shm") / name).unlink(missing_ok=True)
+
+
+def test_a_server_that_is_asked_to_stop_has_not_crashed(alone):
     """vLLM kills its engines when it stops, and their pages stay."""
-    run = Run(environment=(("KVCACHED_IPC_NAME", f"asked-{os.getpid()}"),))
-    environment = device.environ(run)
-    folder = tmp_path_factory.mktemp("serve")
-    place = tmp_path_factory.mktemp("pages")
-    environment |= {"KVPATCH_STATUS_DIR": str(place)}
-    with watched(
-        models(run.model), engine_arguments(run), environment, folder, fresh=True
-    ) as server:
-        there = Served(server, environment, {})
-        metrics = there.metrics()  # before the first request
-        assert metrics["device_bytes", "zero"] > 0
-        assert metrics[("fence_released_pages_total",)] == 0
-        pid = there.engine()["pid"]
-        os.kill(server.process.pid, signal.SIGTERM)
-        assert eventually(lambda: server.process.poll() is not None)
-        assert eventually(lambda: not Path(f"/proc/{pid}").exists())
-        (said,) = there.status("--pid", str(pid)).stdout.splitlines()
-        assert "killed?" not in there.status().stdout
-        left = [Path("/dev/shm") / environment["KVCACHED_IPC_NAME"]]
-        if said != f"pid {pid} is not running and has left no status page":
-            assert said.startswith(f"pid {pid} ended with its server")
-        for path in left:
-            path.unlink(missing_ok=True)
+    there, server = alone, alone.server
+    metrics = there.metrics()  # before the first request
+    assert metrics["device_bytes", "zero"] > 0
+    assert metrics[("fence_released_pages_total",)] == 0
+    pid = there.engine()["pid"]
+    os.kill(server.process.pid, signal.SIGTERM)
+    assert eventually(lambda: server.process.poll() is not None)
+    assert eventually(lambda: not Path(f"/proc/{pid}").exists())
+    (said,) = there.status("--pid", str(pid)).stdout.splitlines()
+    assert "killed?" not in there.status().stdout
+    if said != f"pid {pid} is not running and has left no status page":
+        assert said.startswith(f"pid {pid} ended with its server")
 
 
-def test_a_server_whose_engine_was_killed_has_not_ended_as_one_that_was_asked_to(
-    models, device, tmp_path_factory
-):
+def test_a_server_whose_engine_was_killed_has_not_ended_as_one_that_was_asked_to(alone):
     """As by the OOM killer: the server notices, and ends in order."""
-    run = Run(environment=(("KVCACHED_IPC_NAME", f"lost-{os.getpid()}"),))
-    environment = device.environ(run)
-    folder = tmp_path_factory.mktemp("serve")
-    environment |= {"KVPATCH_STATUS_DIR": str(tmp_path_factory.mktemp("pages"))}
-    with watched(
-        models(run.model), engine_arguments(run), environment, folder, fresh=True
-    ) as server:
-        there = Served(server, environment, {})
-        pid = there.engine()["pid"]
-        os.kill(pid, signal.SIGKILL)
-        assert eventually(lambda: server.process.poll() is not None)
-        (said,) = there.status("--pid", str(pid)).stdout.splitlines()
-        assert said.startswith(f"pid {pid} exited without cleanup (killed?)")
-        every = there.status()
-        assert every.returncode == 1
-        assert f"pid {server.process.pid} ended because its engine had died" in every.stdout
-        (Path("/dev/shm") / environment["KVCACHED_IPC_NAME"]).unlink(missing_ok=True)
+    there, server = alone, alone.server
+    pid = there.engine()["pid"]
+    os.kill(pid, signal.SIGKILL)
+    assert eventually(lambda: server.process.poll() is not None)
+    (said,) = there.status("--pid", str(pid)).stdout.splitlines()
+    assert said.startswith(f"pid {pid} exited without cleanup (killed?)")
+    every = there.status()
+    assert every.returncode == 1
+    assert f"pid {server.process.pid} ended because its engine had died" in every.stdout

@@ -2,7 +2,7 @@
 
 import pytest
 
-from harness.engines.runs import BLOCK, Finished, Run, engine_arguments, prompts, run_driver
+from harness.engines.runs import BLOCK, Finished, Run, prompts
 
 PAGE = 32  # blocks of a page with one rank; each rank has half the heads of a block
 ANSWER = 8
@@ -14,16 +14,12 @@ SMALL = {
 
 
 @pytest.fixture
-def start(models, device, tmp_path):
+def start(serve):
     """Start an engine with a ``max_model_len``, and let it answer a request of so many tokens."""
 
     def start(run: Run, longest: int, length: int) -> Finished:
-        job = {
-            "model": str(models(run.model)),
-            "engine": engine_arguments(run) | {"max_model_len": longest},
-            "rounds": [prompts(1, length=length - 9 - ANSWER, max_tokens=ANSWER)],
-        }
-        return run_driver(job, device.environ(run), tmp_path)
+        asked = prompts(1, length=length - 9 - ANSWER, max_tokens=ANSWER)
+        return serve(run, rounds=[asked], engine={"max_model_len": longest})
 
     return start
 
@@ -36,9 +32,7 @@ def test_less_than_a_page_does_not_start(kind, start):
     assert "[KVP425]" in ended.log
 
 
-def test_the_longest_request_of_a_length_that_vllm_chose_is_answered(
-    start,
-):
+def test_the_longest_request_of_a_length_that_vllm_chose_is_answered(start):
     longest = (4 * PAGE - 1) * BLOCK
     ended = start(Run(blocks=4 * PAGE + 12), -1, longest)
     (answer,) = ended.round(0)

@@ -1,6 +1,5 @@
 """vllm-ascend's engines on the emulated NPU: static memory, and kvcached's."""
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -56,7 +55,6 @@ def test_the_settings_are_those_that_start(elastic):
     assert elastic["settings"].keys() == ran.RAN.keys()
 
 
-Engines = Callable[[str], tuple[dict[str, Any], dict[str, Any]]]
 # The loads beside that of the cell, on a device of so many blocks.
 LOADS = {"in turn": SMALL, "pressed": SMALL, "aborted": DEVICE, "shrunk": DEVICE}
 

@@ -61,9 +61,7 @@ def test_a_store_waits_for_the_computation_with_the_row_only(seen):
     assert seen["stale with the row"] == []
 
 
-def test_a_page_unmapped_under_a_queued_store_is_lost_without_the_fence(
-    seen,
-):
+def test_a_page_unmapped_under_a_queued_store_is_lost_without_the_fence(seen):
     assert seen["lost without the fence"] == HALVES
     assert seen["lost with the fence"] == []
 

@@ -30,24 +30,29 @@ class Jobs:
         return SimpleNamespace(load_jobs={0: SimpleNamespace(dst_spec=spec)})
 
 
+def core_of(blocks=(), connector=None, drafting=None, extra=None, **more):
+    """The core of an engine with these blocks of the device."""
+    pool = SimpleNamespace(kv_block_pool=list(blocks))
+    manager = SimpleNamespace(block_pool=pool)
+    requests = more.pop("requests", {})
+    transfer = None if extra is None else SimpleNamespace(kv_connector_extra_config=extra)
+    return SimpleNamespace(
+        scheduler=SimpleNamespace(kv_cache_manager=manager, requests=requests, connector=connector),
+        vllm_config=SimpleNamespace(
+            cache_config=SimpleNamespace(block_size=32),
+            speculative_config=drafting,
+            kv_transfer_config=transfer,
+        ),
+        **{"model_executor": None} | more,
+    )
+
+
 def watched(connector, loses=False):
     """Let a block come back to another place, with other bytes; return what the oracle saw."""
     digests = iter(("first", "second"))
     block = SimpleNamespace(block_hash=b"hash" + bytes(4), block_id=3)
-    core = SimpleNamespace(
-        model_executor=SimpleNamespace(collective_rpc=lambda call, args: [[next(digests)]]),
-        scheduler=SimpleNamespace(
-            kv_cache_manager=SimpleNamespace(block_pool=SimpleNamespace(kv_block_pool=[block])),
-            requests={},
-            connector=connector,
-        ),
-        vllm_config=SimpleNamespace(
-            cache_config=SimpleNamespace(block_size=32),
-            speculative_config=None,
-            kv_transfer_config=None,
-        ),
-    )
-    watch = BlockWatch(core, loses)
+    executor = SimpleNamespace(collective_rpc=lambda call, args: [[next(digests)]])
+    watch = BlockWatch(core_of([block], connector, model_executor=executor), loses)
     watch.after_step()
     block.block_id = 7
     for one in getattr(connector, "_connectors", [connector]):
@@ -69,36 +74,24 @@ def test_a_head_that_reads_states_has_the_last_chunk_computed_again(extra, again
 
 def computed_again(extra, **drafting):
     """Of four blocks of a prompt, those that vLLM computes again."""
-    pool = SimpleNamespace(kv_block_pool=[])
     request = SimpleNamespace(num_prompt_tokens=4 * 32 + 5, block_hashes=list(range(4)))
-    core = SimpleNamespace(
-        model_executor=None,
-        scheduler=SimpleNamespace(
-            kv_cache_manager=SimpleNamespace(block_pool=pool),
-            requests={"one": request},
-            connector=None,
-        ),
-        vllm_config=SimpleNamespace(
-            cache_config=SimpleNamespace(block_size=32),
-            speculative_config=SimpleNamespace(**drafting),
-            kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra),
-        ),
-    )
-    watch = BlockWatch(core)
+    drafts = SimpleNamespace(**drafting)
+    watch = BlockWatch(core_of(drafting=drafts, extra=extra, requests={"one": request}))
     watch.after_step()
     return sorted(watch.last)
 
 
-def test_a_block_that_comes_back_has_the_same_bytes():
-    assert watched(None) == ([7], 1)
-
-
-def test_a_block_that_was_loaded_has_the_same_bytes():
-    assert watched(SimpleNamespace(scheduler_manager=Planner([7]))) == ([7], 1)
-
-
-def test_a_block_that_was_computed_again_may_have_others():
-    assert watched(SimpleNamespace(scheduler_manager=Planner([6]))) == ([], 0)
+@pytest.mark.parametrize(
+    ("connector", "found"),
+    [
+        (None, ([7], 1)),
+        (SimpleNamespace(scheduler_manager=Planner([7])), ([7], 1)),
+        (SimpleNamespace(scheduler_manager=Planner([6])), ([], 0)),
+    ],
+    ids=["which comes back", "which was loaded", "which may have been computed again"],
+)
+def test_a_block_that_was_loaded_has_the_same_bytes(connector, found):
+    assert watched(connector) == found
 
 
 @pytest.mark.parametrize(

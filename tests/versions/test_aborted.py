@@ -6,27 +6,19 @@ import pytest
 
 from harness import releases
 from harness.engines.oracle import assert_same
-from harness.engines.runs import ALL, Finished, Run, engine_arguments, prompts, run_driver
+from harness.engines.runs import ALL, Finished, Run, prompts
 
 RELEASES = releases.between("0.24", before="0.28")
 STEPS = (0, 1)  # of four that the prompt takes
 
 
 @pytest.fixture
-def aborts(models, device, tmp_path):
+def aborts(serve):
     """Run an engine whose first prompt is aborted before it is asked."""
 
     def run(vllm: str, **more: Any) -> Finished:
-        wanted = Run(vllm=vllm, batch=192)
-        job = {
-            "model": str(models(wanted.model)),
-            "engine": engine_arguments(wanted),
-            "rounds": [prompts(ALL)] * 2,
-            "abort_after": STEPS,
-            "watch": True,
-            **more,
-        }
-        return run_driver(job, device.environ(wanted), tmp_path, vllm=vllm)
+        asked = {"rounds": [prompts(ALL)] * 2, "abort_after": STEPS, "watch": True}
+        return serve(Run(vllm=vllm, batch=192), **asked, **more)
 
     return run
 

@@ -1,12 +1,10 @@
 """Cells that the matrix refuses, started all the same: the fault that is named is there."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
-from harness.engines.runs import EXAMPLE, Finished, Run
+from harness.engines.runs import EXAMPLE, Run
 from harness.engines.tiers import APART, answers, hits, on
 
-Engine = Callable[[Run], Finished]
 ONE_TIME = "8"  # prompts of 20 blocks on 139
 
 

@@ -9,7 +9,7 @@ from harness import releases
 from harness.engines.fixtures import MODELS
 from harness.engines.oracle import PLAIN, Engine, assert_same_round, cached
 from harness.engines.plugins import UNTIL_IT_RAN
-from harness.engines.pools import Pooled, agrees, is_gone, live, pool_of
+from harness.engines.pools import Pooled, is_gone, live, pool_of, share
 from harness.engines.runs import Run
 from harness.engines.tiers import SAME_HASHES
 from kvpatch import admitted
@@ -39,12 +39,31 @@ def compare(start_in_pool: Start, engine: Engine, run: Run) -> list[list[dict[st
     return rounds
 
 
-@pytest.mark.parametrize("vllm", others("Offloading"))
-@pytest.mark.parametrize("simple", ["", "eager"])
+INSIDE = {"inside": ("OffloadingConnector",)}
+CASES = [
+    (vllm, changes)
+    for connector, kinds in {
+        "Offloading": ({}, {"simple": "eager"}),
+        "tiering fs": ({"tiers": ("disk",)},),
+        "Multi": (INSIDE,),
+    }.items()
+    for vllm in others(connector)
+    for changes in kinds
+]
+
+
+@pytest.mark.parametrize(("vllm", "changes"), CASES)
 @MODELS
-def test_memory_is_committed_on_use_and_given_back(start_in_pool, engine, model, simple, vllm):
-    run = replace(pool_of(SIZE, "use", simple), model=model, vllm=vllm)
-    compare(start_in_pool, engine, run)
+def test_memory_is_committed_on_use_and_given_back(
+    start_in_pool, engine, tmp_path, model, vllm, changes
+):
+    """Alone, with a disk behind it, or inside a MultiConnector."""
+    run = replace(pool_of(SIZE, "use"), model=model, vllm=vllm, **changes)
+    if run.tiers:
+        run = replace(run, tiers=(str(tmp_path / "disk"),)).within(SAME_HASHES)
+    *_, last = compare(start_in_pool, engine, run)
+    # What the tier had to give back is on the disk.
+    assert cached(last) > 0 or not run.tiers
 
 
 @pytest.mark.parametrize("simple", ["", "eager"])
@@ -62,23 +81,6 @@ def test_memory_of_other_models_is_given_back(start_in_pool, engine, run, simple
     compare(start_in_pool, engine, run)
 
 
-@pytest.mark.parametrize("vllm", others("tiering fs"))
-@MODELS
-def test_memory_is_given_back_with_a_disk_behind_it(start_in_pool, engine, tmp_path, model, vllm):
-    run = replace(pool_of(SIZE, "use"), model=model, vllm=vllm, tiers=(str(tmp_path / "disk"),))
-    run = replace(run, environment=(*run.environment, SAME_HASHES))
-    *_, last = compare(start_in_pool, engine, run)
-    # What the tier had to give back is on the disk.
-    assert cached(last) > 0
-
-
-@pytest.mark.parametrize("vllm", others("Multi"))
-@MODELS
-def test_memory_is_given_back_inside_a_multi_connector(start_in_pool, engine, model, vllm):
-    run = replace(pool_of(SIZE, "use"), model=model, vllm=vllm, inside=("OffloadingConnector",))
-    compare(start_in_pool, engine, run)
-
-
 @pytest.mark.parametrize(
     ("kind", "vllm"),
     [(kind, vllm) for vllm in others("Offloading") for kind in ("", "eager")]
@@ -93,26 +95,4 @@ def test_an_idle_engine_makes_room_and_a_killed_one_leaves_it(
     if kind == "disk":
         # What the other engine computed beside other tokens has other last digits.
         runs = [replace(run, tiers=(str(tmp_path / name),)) for name in ("one", "two")]
-    simple = bool(run.simple)
-    one = start_in_pool(runs[0])
-    one.do("round", "8")
-    full = one.do("see")
-    assert agrees(full, simple), full
-    assert full["committed"] > size // 2
-    two = start_in_pool(runs[1])
-    two.do("round", "8")
-    shared = two.do("see")
-    assert shared["engines"] == 2
-    assert shared["records"] <= size
-    assert shared["committed"] > full["extent"], "the other engine, which is idle, gave nothing"
-    one.kill()
-    two.do("alone")
-    two.do("round", "8")
-    again = two.do("round", "8")
-    last = two.do("see")
-    assert last["engines"] == 1
-    assert agrees(last, simple), last
-    plain = engine(replace(PLAIN, vllm=vllm)).round(0)[:8]
-    assert [record["tokens"] for record in again] == [record["tokens"] for record in plain]
-    assert cached(again) > 0
-    is_gone(f"two{kind}", two)
+    share(start_in_pool, runs, size, engine(replace(PLAIN, vllm=vllm)).round(0))

@@ -4,7 +4,6 @@ Each release has an environment of its own, which scripts/environment makes; the
 run of this lane makes them all.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -13,11 +12,10 @@ from packaging.version import Version
 from harness import releases
 from harness.engines.fixtures import LAYOUTS
 from harness.engines.oracle import PLAIN, assert_same, same_tokens
-from harness.engines.runs import Finished, Run
+from harness.engines.runs import Run
 from kvpatch import supported
 from kvpatch.versions import Span
 
-Engine = Callable[[Run], Finished]
 COUNT = 8  # prompts of 21 blocks on 139
 SMALL_TIER = 100  # blocks
 ROUNDS = (str(COUNT),) * 2

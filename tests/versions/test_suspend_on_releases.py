@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from harness import releases
-from harness.engines.runs import Device, Run, prompts
-from harness.engines.serving import eventually
+from harness.engines.runs import Device, Run
+from harness.engines.serving import answers, eventually
 from harness.kills import Served
 from kvpatch import admitted, control
 from kvpatch.patches.host_device.rules import SLEEPING
@@ -41,10 +41,6 @@ def served(run: Run, device: Device, folder: Path) -> Iterator[Served]:
         server.close()
 
 
-def answers(server: Served) -> list[list[int]]:
-    return [server.complete(prompt)["tokens"] for prompt in prompts(COUNT)]
-
-
 def of(kind: str, vllm: str, **more: str) -> tuple[str, Run]:
     """A run of a kind on a release, and the name of its engine."""
     name = f"suspend-{vllm}-{kind}-{os.getpid()}"
@@ -57,7 +53,7 @@ def of(kind: str, vllm: str, **more: str) -> tuple[str, Run]:
 def test_nothing_is_lost_and_every_page_is_given_back(kind, vllm, device, tmp_path):
     name, run = of(kind, vllm)
     with served(run, device, tmp_path) as server:
-        first = answers(server)
+        first = answers(server, COUNT)
         engine = control.find(name)
         assert engine.said["why_not"] == ""
         answer = engine.suspend(timeout=60)
@@ -65,7 +61,7 @@ def test_nothing_is_lost_and_every_page_is_given_back(kind, vllm, device, tmp_pa
         assert answer.mapped == answer.limit  # the page of block 0
         before = server.metric(LOADED)
         assert engine.resume().phase == "runs"
-        assert answers(server) == first
+        assert answers(server, COUNT) == first
         assert eventually(lambda: server.metric(LOADED) - before == COUNT * TOKENS)
         # Lazy mode has stored nothing before, and the others everything that could be spilled.
         spilled = server.metric("vllm:kvpatch_spilled_blocks_total")
@@ -74,9 +70,9 @@ def test_nothing_is_lost_and_every_page_is_given_back(kind, vllm, device, tmp_pa
         most = engine.said["most"]
         assert engine.limit(most // 4).said["evicted_without_copy"] == 0
         assert eventually(lambda: control.find(name).said["mapped"] <= most // 4)
-        assert answers(server) == first
+        assert answers(server, COUNT) == first
         engine.limit(most)
-        assert answers(server) == first
+        assert answers(server, COUNT) == first
 
 
 @pytest.mark.parametrize("vllm", [one for one in LIMITED if one in OTHERS])
@@ -87,10 +83,10 @@ def test_it_is_limited_from_the_start(vllm, device, tmp_path):
         needs = engine.demand()
         assert abs(engine.said["limit"] - engine.said["most"] // 2) < needs["page"]
         assert needs["needs"] == 0
-        first = answers(server)
+        first = answers(server, COUNT)
         assert control.find(name).said["mapped"] <= engine.said["limit"]
         engine.limit(engine.said["most"])
-        assert answers(server) == first
+        assert answers(server, COUNT) == first
 
 
 @pytest.mark.parametrize("vllm", [one for one in SLEEPING if one in OTHERS])
@@ -99,18 +95,18 @@ def test_it_sleeps_and_wakes_up(kind, vllm, device, tmp_path):
     name, run = of(kind, vllm)
     run = replace(run, settings=(("enable_sleep_mode", True),))
     with served(run, device, tmp_path) as server:
-        first = answers(server)
+        first = answers(server, COUNT)
         server.client.post("/sleep", params={"level": 1}).raise_for_status()
         said = control.find(name).said
         assert (said["phase"], said["mapped"]) == ("suspended", said["limit"])
         before = server.metric(LOADED)
         server.client.post("/wake_up").raise_for_status()
-        assert answers(server) == first
+        assert answers(server, COUNT) == first
         assert eventually(lambda: server.metric(LOADED) - before == COUNT * TOKENS)
         server.client.post("/sleep", params={"level": 2}).raise_for_status()
         server.client.post("/wake_up", params={"tags": "weights"}).raise_for_status()
         server.rpc("reload_weights")
         server.client.post("/wake_up", params={"tags": "kv_cache"}).raise_for_status()
         before = server.metric(LOADED)
-        assert answers(server) == first
+        assert answers(server, COUNT) == first
         assert server.metric(LOADED) == before

@@ -6,7 +6,7 @@ import pytest
 
 from harness import releases
 from harness.engines.multi import INSIDE
-from harness.engines.oracle import same_tokens, widest_gap
+from harness.engines.oracle import assert_same
 from harness.engines.runs import Run
 from harness.engines.tiers import (
     APART,
@@ -14,7 +14,7 @@ from harness.engines.tiers import (
     SMALL,
     answers,
     assert_comes_back,
-    assert_plain,
+    assert_found,
     hits,
     on,
 )
@@ -52,27 +52,18 @@ def test_prompts_the_cpu_tier_evicted_come_back_from_disk(filled, plain):
 
 def test_a_fresh_process_is_served_from_the_disk(filled, serve, disk, plain, release):
     answers(filled)
-    restarted = answers(serve(on(disk, **release)))
-    assert_plain(restarted, plain)
-    assert hits(restarted) == [640] * APART
+    assert_found(serve(on(disk, **release)), plain)
 
 
 @pytest.mark.parametrize(
     "other", [{"contiguous": False}, {"kvpatch": False}], ids=["non-contiguous", "plain vLLM"]
 )
 def test_an_engine_that_means_other_bytes_finds_nothing_on_the_same_disk(
-    filled,
-    serve,
-    disk,
-    plain,
-    release,
-    other,
+    filled, serve, disk, plain, release, other
 ):
     answers(filled)
     before = {folder.name for folder in disk.iterdir()}
-    records = answers(serve(on(disk, **release, **other)))
-    assert_plain(records, plain)
-    assert hits(records) == [0] * APART
+    assert_found(serve(on(disk, **release, **other)), plain, 0)
     assert {folder.name for folder in disk.iterdir()} > before
 
 
@@ -81,15 +72,13 @@ def test_after_every_fault_of_the_disk_the_tokens_are_right(serve, plain, releas
     """One engine; before each time but the first something happens to its disk."""
     run = on(tmp_path / "disk", **release)
     ended = serve(
-        replace(run, environment=(*run.environment, ("KVPATCH_TIER_PATIENCE", "1"))),
+        run.within({"KVPATCH_TIER_PATIENCE": "1"}),
         times=len(FAULTS) + 1,
         disk=str(tmp_path / "disk"),
         faults={(n + 1) * APART: fault[:2] for n, fault in enumerate(FAULTS.values())},
     )
-    for time, (fault, (_, _, found)) in enumerate(FAULTS.items(), start=1):
-        records = answers(ended, time)
-        assert_plain(records, plain)
-        assert hits(records) == [found] * APART, fault
+    for time, (_, _, found) in enumerate(FAULTS.values(), start=1):
+        assert_found(ended, plain, found, time)
 
 
 @pytest.mark.parametrize("release", OLDER, indirect=True)
@@ -97,9 +86,7 @@ def test_with_two_ranks_a_fresh_process_is_served_from_the_disk(serve, plain, re
     """The workers are processes of their own, which find the CPU tier by its name."""
     run = on(tmp_path / "disk", **release)
     for found in (0, 640):
-        records = answers(serve(run, engine={"tensor_parallel_size": 2}))
-        assert_plain(records, plain)
-        assert hits(records) == [found] * APART
+        assert_found(serve(run, engine={"tensor_parallel_size": 2}), plain, found)
 
 
 @pytest.mark.parametrize("release", OLDER, indirect=True)
@@ -109,7 +96,6 @@ def test_inside_a_multi_connector_prompts_come_back_from_disk(serve, plain, rele
         times=2,
         watch=True,
         engine=SMALL["llama"],
-        nothing_connector=True,
     )
     assert_comes_back(ended, plain)
 
@@ -120,7 +106,5 @@ def test_many_prompts_at_once_on_a_cpu_tier_smaller_than_they_are(engine, releas
     ours = engine(
         replace(on(tmp_path, **release), tiers=(str(tmp_path / "a"), str(tmp_path / "b")))
     )
-    for index in range(2):
-        assert same_tokens(ours.round(index), expected.round(index)) == 24
-        assert widest_gap(ours.round(index), expected.round(index)) < 1e-4
+    assert_same(ours, expected)
     assert sum(hits(ours.round(1))) > 0

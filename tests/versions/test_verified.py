@@ -6,7 +6,6 @@ verified. A scheduler of the operator's own keeps it refused where the tables ha
 
 import json
 import os
-import re
 import shutil
 from importlib import metadata
 from pathlib import Path
@@ -63,12 +62,7 @@ def renamed(release: str, folder: Path) -> str:
 
 
 @pytest.fixture(scope="module", params=COMBINATIONS)
-def operators(
-    request,
-    models,
-    device,
-    tmp_path_factory,
-):
+def operators(request, models, device, tmp_path_factory):
     combination = COMBINATIONS[request.param]
     environment = environment_of(device, tmp_path_factory.mktemp("home"))
     if combination.release:
@@ -81,24 +75,9 @@ def operators(
 
 def test_a_wrong_byte_is_found(operators, tmp_path):
     machine, combination = operators
-    folder = plugins.install(tmp_path, "flip_loaded_bits")
-    path = os.pathsep.join([folder, machine.environment["PYTHONPATH"]])
-    done = machine.verify(PYTHONPATH=path)
-    assert done.returncode == 1, done.stdout
-    assert "a load brought other bytes than were stored: block " in done.stdout
-    assert f"[{combination.code}]" in machine.configure()
+    machine.find_the_wrong(plugins.install(tmp_path, "flip_loaded_bits"), combination.code)
 
 
 def test_what_is_right_starts_from_then_on(operators):
     machine, combination = operators
-    refused = machine.configure()
-    assert f"[{combination.code}]" in refused
-    assert "kvpatch verify -- COMMAND" in refused
-    done = machine.verify()
-    assert done.returncode == 0, done.stdout
-    assert f"lifted: {combination.code}" in done.stdout
-    verdict = Path(re.findall(r"^verdict: (.+)", done.stdout, re.MULTILINE)[0])
-    found = json.loads(verdict.read_text())
-    assert found["verdict"] == "right"
-    assert found["measured"]["blocks loaded"] > 0
-    assert "; verified here on " in machine.configure()
+    machine.is_verified(combination.code)

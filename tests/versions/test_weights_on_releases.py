@@ -2,18 +2,12 @@
 
 import pytest
 
-from harness import models, releases
+from harness import releases
 from harness.engines.oracle import same_tokens
 from harness.engines.runs import Run, prompts
 
 PROMPTS = [[prompt] for prompt in prompts(3)]
 WITH_SIMPLE = releases.between("0.19", before="0.24")
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """The model with other weights."""
-    return models.make_model(tmp_path_factory.mktemp("trained") / "llama-4", seed=8)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from typing import Any
 
 from harness import ROOT, console
 from harness.bench import reports
-from harness.engines.runs import Device, Run, block_bytes, engine_arguments, model_of, prompts
+from harness.engines.runs import Device, Run, block_bytes, prompts
 from harness.engines.serving import eventually, watched
 from harness.serve import Server
 from kvpatch import claims, control
@@ -66,12 +66,8 @@ class Machine:
         """Start a server; return it and its name."""
         name = f"bench-{os.getpid()}-{next(self.count)}"
         more = {"KVCACHED_IPC_NAME": name, "KVCACHED_MAX_CACHED_TOKENS": "-1", **environment}
-        run = replace(run, environment=(*run.environment, *more.items()))
-        folder = self.folder / name
-        folder.mkdir()
-        arguments = {"served_model_name": name, **engine_arguments(run)}
-        server = watched(model_of(run.model), arguments, device.environ(run), folder)
-        return self.stack.enter_context(server), name
+        served = watched(run.within(more), device, self.folder / name, served_model_name=name)
+        return self.stack.enter_context(served), name
 
 
 def hits(server: Server) -> int:

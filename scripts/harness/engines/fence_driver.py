@@ -1,7 +1,5 @@
 """Runs interleavings of frees and transfers, and checks every stored block.
 
-    python -m harness.engines.fence_driver JOB.json RESULT.json
-
 With ``"reference"`` it writes the true bytes of every block of the prompts, by
 block hash, as one engine with room for all of them computes them. Otherwise it runs
 scenarios one after another and compares, for each, what the CPU tier holds for the
@@ -11,20 +9,15 @@ blocks it would serve.
 import faulthandler
 import json
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-os.environ["PYTHONHASHSEED"] = "0"  # block hashes are compared between processes
-
 import numpy as np
-from vllm import LLM, SamplingParams
 
 from harness.engines import patience, simple_scenarios
-from harness.engines.drafts import Drafts
+from harness.engines.engine import Engine
 from harness.engines.inside import (
     after,
     block_of,
@@ -37,11 +30,9 @@ from harness.engines.inside import (
     tiers_behind,
 )
 from harness.engines.patience import steps
-from harness.engines.placement import fork_workers
-from harness.engines.scheduling import allow_async_scheduling, copy_outputs_without_streams
+from harness.engines.prompting import greedy
 from harness.engines.simple_scenarios import SimpleTier, copies_of, judged
 from kvpatch.hostdevice import ledger, streams
-from kvpatch.patches.debug import audit
 from kvpatch.patches.fence.fence import Fence
 from kvpatch.patches.fence.hooks import fence_of
 from kvpatch.upstream import connectors
@@ -49,32 +40,22 @@ from kvpatch.upstream import connectors
 MISSING = 23  # tokens to the end of the last block of most prompts
 
 
-class Stage:
+class Stage(Engine):
     """An engine in this process, driven step by step."""
 
     def __init__(self, job: dict[str, Any]) -> None:
-        if job["engine"]["async_scheduling"]:
-            allow_async_scheduling()
-        fork_workers()
-        self.llm = LLM(job["model"], **job["engine"])
+        super().__init__(job)
         self.prompts = job["prompts"]
         self.delays = job.get("delays", ())
         self.scenario = ""
         self.may_hold = job["may_hold"]
         # A step loop without a request to compute would starve the copies it waits for.
         self.waits_for_copies = bool(job.get("simple"))
-        self.core = self.llm.llm_engine.engine_core.engine_core
-        if job["engine"]["async_scheduling"]:
-            copy_outputs_without_streams(self.core)
-        self.scheduler = self.core.scheduler
-        self.pool = self.scheduler.kv_cache_manager.block_pool
         self.finished: set[str] = set()
         self.preemptions = 0
         self.most_held = 0
         self.notes: dict[str, Any] = {}  # of a scenario, for its verdict
         self.holding = False
-        drafting = "speculative_config" in job["engine"]
-        self.drafts = Drafts(self.scheduler) if drafting else None
 
     def begin(self, scenario: str) -> None:
         """Start a scenario on a device with nothing cached and nothing counted."""
@@ -92,7 +73,7 @@ class Stage:
         self.llm.llm_engine.add_request(
             f"{self.scenario}/{name}",
             {"prompt_token_ids": self.prompts[f"{self.scenario}/{name}".rstrip("+")]},
-            SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True),
+            greedy(max_tokens),
         )
 
     def complete(self, name: str, max_tokens: int) -> None:
@@ -127,8 +108,7 @@ class Stage:
 
     def quiet(self) -> None:
         """Step until the engine would go to sleep."""
-        planner = connectors.scheduler_of(self.scheduler.connector)
-        come_to_rest(self.scheduler, self.step, tiers_behind(planner))
+        come_to_rest(self.scheduler, self.step, tiers_behind(self.planner))
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -178,7 +158,7 @@ class Tier:
         self.stage = stage
         self.rows: dict[bytes, int] = {}
         self.committed: set[bytes] = set()
-        manager = connectors.scheduler_of(stage.scheduler.connector).manager
+        manager = stage.planner.manager
         complete_store = manager.complete_store
 
         def on_complete(keys: Any, *args: Any, **kwargs: Any) -> Any:
@@ -204,18 +184,16 @@ class Tier:
         return judged(self.stage, read_rows, rows, truth) | self.stage.notes
 
 
-def finish(stage: Stage) -> None:
-    """A request finishes in the step that planned its store."""
+def finish(stage: Stage, tokens: int = 1) -> None:
+    """A request finishes in the step that planned its store, or some tokens later."""
     with stage.held():
-        stage.complete("a", 1)
+        stage.complete("a", tokens)
         stage.step(3)
 
 
 def finish_in_flight(stage: Stage) -> None:
     """A request finishes while the copy of its blocks runs."""
-    with stage.held():
-        stage.complete("a", 3)
-        stage.step(3)
+    finish(stage, tokens=3)
 
 
 def finish_unplanned(stage: Stage) -> None:
@@ -254,20 +232,16 @@ def preempt(stage: Stage) -> None:
         stage.quiet()
 
 
-def abort_while_storing(stage: Stage) -> None:
+def abort_while_storing(stage: Stage, steps: int = 4) -> None:
     with stage.held():
         stage.add("a", 100)
-        stage.step(4)
+        stage.step(steps)
         stage.abort("a")
         stage.step(3)
 
 
 def abort_before_launch(stage: Stage) -> None:
-    with stage.held():
-        stage.add("a", 100)
-        stage.step(1)
-        stage.abort("a")
-        stage.step(3)
+    abort_while_storing(stage, steps=1)
 
 
 def abort_while_loading(stage: Stage) -> None:
@@ -304,9 +278,7 @@ def generate(stage: Stage) -> None:
 
 def last_token(stage: Stage) -> None:
     """A request ends with a block, whose last token was sampled and never computed."""
-    with stage.held():
-        stage.complete("a", MISSING)
-        stage.step(3)
+    finish(stage, tokens=MISSING)
 
 
 def reset(stage: Stage) -> None:
@@ -459,19 +431,13 @@ def main(job_path: str, result_path: str) -> None:
             verdicts[name]["drafted"], verdicts[name]["accepted"] = stage.drafts.total
         tier.forget()
     held = fence_of(stage.core)
-    result = {
+    result = stage.ran() | {
         "scenarios": verdicts,
-        "async": stage.core.batch_queue is not None,
         "preemptions": stage.preemptions,
-        "groups": len(stage.scheduler.kv_cache_config.kv_cache_groups),
         "held_now": held.holding if held else 0,
         "counters": vars(held.counters) if held else {},
         "retired_now": len(getattr(stage.pool.kv_cache_manager, "_retired_pages", None) or ()),
         "charged": charged(),
-        "checked": stage.llm.collective_rpc(audit.checked) if audit.wanted() else [],
+        "checked": stage.checked(),
     }
     Path(result_path).write_text(json.dumps(result))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

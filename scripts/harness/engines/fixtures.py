@@ -6,7 +6,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from harness.engines import kept, process
+from harness.engines.fences import Fences
 from harness.engines.pools import Pooled
 from harness.engines.runs import (
     ALL,
@@ -28,6 +30,7 @@ from harness.engines.runs import (
 )
 from harness.engines.tiers import APART, Serve
 from harness.evidence import executed
+from harness.models import make_model
 
 LAYOUTS = pytest.mark.parametrize("contiguous", [True, False], ids=["contiguous", "non-contiguous"])
 MODELS = pytest.mark.parametrize("model", ["llama", "sliding"])
@@ -83,6 +86,12 @@ def models() -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of the first of these models with other weights."""
+    return make_model(tmp_path_factory.mktemp("trained") / "llama-4", seed=8)
+
+
+@pytest.fixture(scope="session")
 def device(tmp_path_factory: pytest.TempPathFactory) -> Device:
     """A host device for the engines of this process of pytest."""
     return Device(tmp_path_factory.mktemp("device"))
@@ -133,23 +142,31 @@ def job_of(wanted: Run) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def serve(
-    models: Callable[[str], Path], device: Device, tmp_path_factory: pytest.TempPathFactory
-) -> Serve:
-    """Run the first prompts one at a time on an engine of its own."""
+def serve(device: Device, tmp_path_factory: pytest.TempPathFactory) -> Serve:
+    """Run an engine of its own through a job: the first prompts one at a time, or what is given."""
 
-    def run(wanted: Run, times: int = 1, **more: Any) -> Finished:
-        job = {
-            "model": str(models(wanted.model)),
-            "engine": engine_arguments(wanted) | more.pop("engine", {}),
-            "rounds": [[prompt] for prompt in prompts(ALL)[:APART]] * times,
-            "forced": wanted.forced,
-            **more,
-        }
-        folder = tmp_path_factory.mktemp("tiers")
-        return kept.drive(wanted, job, device.environ(wanted), folder)
+    def run(
+        wanted: Run, times: int = 1, engine: Mapping[str, Any] | None = None, **more: Any
+    ) -> Finished:
+        job = job_of(wanted)
+        job["engine"] |= engine or {}
+        job |= {"rounds": [[one] for one in prompts(ALL)[:APART]] * times, "watch": False, **more}
+        return kept.drive(wanted, job, device.environ(wanted), tmp_path_factory.mktemp("serve"))
 
     return run
+
+
+@pytest.fixture(scope="module")
+def fences(
+    models: Callable[..., Path], device: Device, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Any]:
+    """Return the fence's scenarios of a kind on a release, once for the tests of a file."""
+
+    @cache
+    def of(kind: type[Fences] = Fences, *release: str, **more: str) -> Fences:
+        return kind(models, device, tmp_path_factory.mktemp("fence"), *release, **more)
+
+    return of
 
 
 @pytest.fixture

@@ -12,15 +12,23 @@ from harness.engines import cpu_kernels, nothing_connector, reverted
 from harness.engines.patience import steps
 from harness.engines.placement import stay_in_this_process
 from kvpatch.hostdevice import streams
+from kvpatch.status import record
 
 
 def prepare(job: dict[str, Any]) -> None:
     """Do what a job asks for before there is an engine."""
     reverted.revert(job.get("revert", ()))
+    if job.get("forced"):
+        record.lifted = frozenset(job["forced"])
     if job.get("nothing_connector"):
         nothing_connector.allow()
     cpu_kernels.install(job["engine"], RELEASE)
     stay_in_this_process()
+
+
+def tell(word: str) -> None:
+    """Tell the test, which reads lines, where this engine is."""
+    print(f"driver: {word}", flush=True)
 
 
 def come_to_rest(scheduler: Any, step: Callable[[], Any], tiers: Sequence[Any] = ()) -> None:

@@ -1,9 +1,12 @@
 """The machine of an operator who verifies a command: a model, a device, a home, and the command."""
 
+import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from harness.engines.runs import Device, Run
 from kvpatch.environ import LOG
@@ -59,6 +62,37 @@ class Machine:
         self.ran += 1
         logs = self.folder / f"logs-{self.ran}"
         return self.kvpatch("verify", "--logs", str(logs), "--", *self.command(), **changes)
+
+    def find_the_wrong(self, plugged: str, code: str) -> None:
+        """Verify the command with loads that bring wrong bytes: that is found, and lifts nothing.
+
+        Args:
+            plugged: the folder of ``plugins.flip_loaded_bits``.
+            code: that refuses the command.
+        """
+        done = self.verify(PYTHONPATH=os.pathsep.join((plugged, self.environment["PYTHONPATH"])))
+        assert done.returncode == 1, done.stdout
+        assert re.search(
+            "WRONG    kvpatch KVPATCH_DEBUG: a load brought other bytes than were stored: "
+            r"block \d+ of page \d+, job \d+, request ",
+            done.stdout,
+        ), done.stdout
+        assert f"[{code}]" in self.configure()
+
+    def is_verified(self, code: str) -> dict[str, Any]:
+        """Verify a command that a code refuses, and starts from then on; return the verdict."""
+        refused = self.configure()
+        assert f"[{code}]" in refused
+        assert "kvpatch verify -- COMMAND" in refused
+        done = self.verify()
+        assert done.returncode == 0, done.stdout
+        assert f"lifted: {code}" in done.stdout
+        verdict = Path(re.findall(r"^verdict: (.+)", done.stdout, re.MULTILINE)[0])
+        found: dict[str, Any] = json.loads(verdict.read_text())
+        assert found["verdict"] == "right"
+        assert found["measured"]["blocks loaded"] > 0
+        assert "; verified here on " in self.configure()
+        return found
 
     def configure(self, **flags: str) -> str:
         """Return what the command prints as far as its configuration, which decides."""

@@ -1,7 +1,5 @@
 """Runs the engines of one data parallel server through one job, and writes down what each did.
 
-    python -m harness.engines.parallel_driver JOB.json RESULT.json
-
 A job is one of ``driver``, whose prompts have a ``rank``: that of the engine that is asked. Engines
 are in processes of their own, and so are their workers: what they keep is read from their status
 pages, and restored bytes are compared by debug mode, in which an engine that loads others ends.
@@ -10,19 +8,17 @@ pages, and restored bytes are compared by debug mode, in which an engine that lo
 import asyncio
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # to call a function in the workers
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
-from vllm import SamplingParams
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from harness.engines.placement import fork_workers
+from harness.engines.prompting import answer_of, params_of, prompt_of, runner_of
 from harness.engines.scheduling import allow_async_scheduling
 from kvpatch import activation
 from kvpatch.patches.debug import audit
@@ -36,22 +32,10 @@ QUIET = 4  # looks in a row that see no change
 
 async def answer(llm: Any, name: str, prompt: dict[str, Any]) -> dict[str, Any]:
     """Let one engine answer a prompt; return its record, as ``driver`` has it."""
-    wanted = SamplingParams(
-        temperature=0, max_tokens=prompt["max_tokens"], logprobs=1, ignore_eos=True
-    )
-    given = {"prompt_token_ids": prompt["tokens"]}
-    last: Any = None
-    async for output in llm.generate(given, wanted, name, data_parallel_rank=prompt["rank"]):
-        last = output
-    completion = last.outputs[0]
-    return {
-        "tokens": list(completion.token_ids),
-        "logprobs": [
-            step[token].logprob
-            for token, step in zip(completion.token_ids, completion.logprobs, strict=True)
-        ],
-        "cached": last.num_cached_tokens,
-    }
+    model = llm.vllm_config.model_config
+    asked = prompt_of(model, prompt), params_of(model, prompt), name
+    outputs = [one async for one in llm.generate(*asked, data_parallel_rank=prompt["rank"])]
+    return answer_of(outputs[-1])
 
 
 async def ask(llm: Any, name: str, prompts: list[dict[str, Any]], engines: int) -> list[list[Any]]:
@@ -118,7 +102,7 @@ async def run(job: dict[str, Any]) -> list[dict[str, Any]]:
         common = {
             "patches": [applied.patch.id for applied in activation.transaction.applied],
             "async": bool(config.scheduler_config.async_scheduling),
-            "runner": "v2" if getattr(config, "use_v2_model_runner", False) else "v1",
+            "runner": runner_of(config),
         }
         engines: list[dict[str, Any]] = [{**common, "rounds": []} for _ in range(count)]
         for index, prompts in enumerate(job["rounds"]):
@@ -145,7 +129,3 @@ def main(job_path: str, result_path: str) -> None:
     job = json.loads(Path(job_path).read_text())
     result = {"engines": asyncio.run(run(job))}
     Path(result_path).write_text(json.dumps(result))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -1,28 +1,21 @@
 """Runs one engine in this process with its CPU tier in a host pool, step by step.
 
-    python -m harness.engines.pool_driver JOB.json RESULT.json
-
 A job names the engine's arguments, and whether its blocks are watched. Each line of standard
 input is a step; what it saw is in the result when standard output says that it is done. The engine
 shuts down at the end of the input.
 """
 
 import json
-import os
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-
-from vllm import LLM
-
 from harness.engines.block_watch import BlockWatch
-from harness.engines.driver import run_round, tell
-from harness.engines.inside import come_to_rest, prepare
+from harness.engines.driver import run_round
+from harness.engines.engine import Engine
+from harness.engines.inside import prepare, tell
 from harness.engines.runs import load
 from kvpatch import state
 from kvpatch.patches.host_pool import presence
@@ -55,19 +48,16 @@ def least_ahead(extents: Extents) -> int:
     return max(1, extents.per // AHEAD)
 
 
-class Watched:
+class Watched(Engine):
     """An engine, and what the kernel, the ledger and its workers say of its tier."""
 
     def __init__(self, job: dict[str, Any]) -> None:
-        self.llm = LLM(job["model"], **job["engine"])
-        self.core = self.llm.llm_engine.engine_core.engine_core
+        super().__init__(job)
         self.part = state.find(self.core, Pooled)
         # The model's own tensors are in another process if there are ranks.
-        alone = self.core.vllm_config.parallel_config.world_size == 1
-        self.watch = None
-        if alone and job["watch"]:
-            # A block that finds no memory in time is not stored, and the keeper evicts others.
-            self.watch = BlockWatch(self.core, loses=True)
+        watches = self.ranks == 1 and job["watch"]
+        # A block that finds no memory in time is not stored, and the keeper evicts others.
+        self.watch = BlockWatch(self.core, loses=True) if watches else None
 
     @property
     def pooled(self) -> Pooled:
@@ -111,12 +101,11 @@ class Watched:
         """What the engine's record says."""
         return self.pooled.keeper.member.committed
 
-    def rest(self) -> None:
+    def rest(self, with_tiers: bool = False) -> None:
         """Let every copy end, and the keeper do what it wants."""
-        come_to_rest(self.core.scheduler, self.llm.llm_engine.step)
-        if self.part is None:
-            return
-        self.until(lambda: self.little_free and self.settled())
+        super().rest(with_tiers)
+        if self.part is not None:
+            self.until(lambda: self.little_free and self.settled())
 
     @property
     def little_free(self) -> bool:
@@ -143,11 +132,11 @@ class Watched:
     def step(self, what: str, value: Any) -> Any:
         """Do one step; return what it saw."""
         if what == "round":
-            records = run_round(self.llm, load(value), self.watch)
+            records = run_round(self, load(value), self.watch)
             self.rest()
             return records
         if what == "burst":
-            return run_round(self.llm, value, None)
+            return run_round(self, value, None)
         if what == "nothing ahead":
             return self.nothing_ahead()
         if what == "reset":
@@ -185,7 +174,3 @@ def main(job_path: str, result_path: str) -> None:
     watched.llm.llm_engine.engine_core.shutdown()
     result["left"] = ledger.show(presence.home()) is not None
     write()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -2,9 +2,11 @@
 
 import json
 import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from harness.engines.oracle import cached
 from harness.engines.runs import (
     BLOCK,
     Device,
@@ -124,8 +126,59 @@ def live(one: Pooled, model: str, lowered_to: int = LOWERED) -> list[list[Any]]:
     return [first, again, last]
 
 
+def share(start: Callable[[Run], Pooled], runs: Sequence[Run], size: int, plain: list[Any]) -> None:
+    """Let an idle engine of a pool make room for another one, which stays when that is killed.
+
+    Args:
+        start: starts an engine.
+        runs: both.
+        size: bytes of the pool, whose name is in their environment.
+        plain: what plain vLLM answers to the load "8".
+
+    Raises:
+        AssertionError: memory was not where it should be, or an answer is another one.
+    """
+    (name,) = {dict(run.environment)[HOST_POOL.name].partition("@")[2] for run in runs}
+    expected = [one["tokens"] for one in plain[:8]]
+    one = start(runs[0])
+    one.do("round", "8")
+    full = one.do("see")
+    assert agrees(full, one.simple), full
+    assert full["committed"] > size // 2
+    two = start(runs[1])
+    two.do("round", "8")
+    shared = two.do("see")
+    assert shared["engines"] == 2
+    assert shared["records"] <= size
+    assert shared["committed"] > full["extent"], "the other engine, which is idle, gave nothing"
+    if one.simple and not two.simple:
+        given = one.do("see")
+        assert agrees(given | {"limit": size}, simple=True), given
+        assert given["evicted"] > 0
+        assert [record["tokens"] for record in one.do("round", "8")] == expected
+    one.kill()
+    two.do("alone")
+    if not (one.simple or runs[0].tiers):
+        left = two.do("see")
+        assert (left["resident"], left["evicted"]) == (shared["resident"], shared["evicted"])
+    two.do("round", "8")
+    again = two.do("round", "8")
+    last = two.do("see")
+    assert last["engines"] == 1
+    assert agrees(last, two.simple), last
+    assert last["records"] == last["committed"] > size // 2
+    assert [record["tokens"] for record in again] == expected
+    assert cached(again) > 0
+    end_of(name, two)
+
+
 def is_gone(name: str, one: Pooled) -> None:
     """Let the last engine of a pool end, well, with nothing of the pool left."""
+    end_of(name_of(name), one)
+
+
+def end_of(pool: str, one: Pooled) -> None:
+    """Let the last engine of a pool, by the pool's whole name, end as ``is_gone`` does."""
     ended = one.end()
     assert (ended["changed"], ended["left"]) == ([], False), ended
-    ledger.home(name_of(name)).rmdir()
+    ledger.home(pool).rmdir()

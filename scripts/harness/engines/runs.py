@@ -6,7 +6,8 @@ import random
 import re
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
@@ -125,6 +126,10 @@ class Run:
     def has(self, name: str, value: Any) -> bool:
         """Whether ``settings`` has an argument with a value."""
         return (name, value) in self.settings
+
+    def within(self, variables: Mapping[str, str]) -> "Run":
+        """Return it with more variables in its environment."""
+        return replace(self, environment=(*self.environment, *variables.items()))
 
 
 @dataclass

@@ -1,7 +1,5 @@
 """``vllm serve`` in a fork of the server of ``process``, which starts in a few seconds.
 
-    python -m harness.engines.served JOB.json
-
 It and its engine, and workers if it has several, are in a session of their own.
 """
 
@@ -27,7 +25,3 @@ def main(job_path: str) -> None:
     from vllm.entrypoints.cli.main import main as vllm
 
     vllm()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

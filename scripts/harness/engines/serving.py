@@ -1,6 +1,7 @@
 """``vllm serve`` for tests over HTTP."""
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -9,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from harness.engines import process
-from harness.engines.runs import prompts
+from harness.engines import plugins, process
+from harness.engines.runs import Device, Run, engine_arguments, prompts, weights_of
 from harness.serve import Server
 from kvpatch import control
 
@@ -23,6 +24,11 @@ def eventually(condition: Callable[[], bool], seconds: float = 30) -> bool:
             return False
         time.sleep(0.1)
     return True
+
+
+def answers(server: Server, count: int) -> list[list[int]]:
+    """Return the tokens of the answers to the first prompts, asked one at a time."""
+    return [server.complete(prompt)["tokens"] for prompt in prompts(count)]
 
 
 class Forked(Server):
@@ -50,26 +56,38 @@ class Forked(Server):
         job = self.log_path.with_name("job.json")
         job.write_text(json.dumps({"model": str(self.model), "options": options, **self._job}))
         return process.start(
-            "harness.engines.served", [job], self._environment, self._python, log, serving=True
+            "harness.engines.served", [job], self.environment, self._python, log, serving=True
         )
 
 
 def watched(
-    model: Path,
-    arguments: Mapping[str, Any],
-    environment: Mapping[str, str],
+    run: Run,
+    device: Device,
     folder: Path,
+    *plugged: Callable[[], None],
     fresh: bool = False,
+    **arguments: Any,
 ) -> Server:
     """Return a server with ``TransferProbe`` in its workers, after which nobody clears up.
 
     Args:
+        run: its engine's.
+        device: of the engine.
+        folder: for its log and its plug-ins, made here.
+        plugged: those of ``plugins``.
         fresh: it and its engine are Pythons of their own, as an operator's are on a CPU, which
             takes them half a minute.
+        arguments: more of them, or others.
     """
+    folder.mkdir(exist_ok=True)
+    environment = device.environ(run) | {plugins.GATE: str(folder / "gate")}
+    if plugged:
+        place = plugins.install(folder / "plugin", *(one.__name__ for one in plugged))
+        environment["PYTHONPATH"] = os.pathsep.join((place, environment["PYTHONPATH"]))
     probe = {"worker_extension_cls": "harness.engines.probe.TransferProbe"}
     made = Server if fresh else Forked
-    return made(model, {**arguments, **probe}, environment, folder, sweep=False)
+    given = {**engine_arguments(run), **arguments, **probe}
+    return made(weights_of(run), given, environment, folder, sweep=False)
 
 
 @dataclass
@@ -78,14 +96,12 @@ class Asked:
 
     Attributes:
         name: its kvcached name.
-        first: what it answered to ``prompts(len(first))`` before anything was done with it.
-        gate: the file of ``plugins.stop_when_running``.
+        first: its ``answers`` before anything was done with it.
     """
 
     server: Server
     name: str
-    first: list[Any]
-    gate: Path
+    first: list[list[int]]
     pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(8))
 
     @property
@@ -97,15 +113,15 @@ class Asked:
 
     def begin_and_see(self, prompt: dict[str, Any]) -> Future[Any]:
         """Begin a request, in the middle of which the engine stops until it is asked something."""
-        self.gate.touch()
+        gate = Path(self.server.environment[plugins.GATE])  # of ``stop_when_running``
+        gate.touch()
         running = self.begin(prompt)
-        assert eventually(lambda: not self.gate.exists(), 120)
+        assert eventually(lambda: not gate.exists(), 120)
         return running
 
     def again(self) -> None:
         """Ask everything again, and assert the same answers."""
-        answers = [self.server.complete(prompt)["tokens"] for prompt in prompts(len(self.first))]
-        assert answers == [one["tokens"] for one in self.first]
+        assert answers(self.server, len(self.first)) == self.first
 
     def loaded(self) -> int:
         """Tokens that came from the tier so far."""

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-from harness.engines.inside import after, digest, group_of, layers_of, referenced
+from harness.engines.inside import after, digest, group_of, layers_of, referenced, tell
 from kvpatch.upstream import connectors
 
 
@@ -157,9 +157,9 @@ def shut_down_while_copying(llm: Any, prompt: dict[str, Any]) -> None:
 
     When nobody waits, it goes on after the shutdown, on whatever its memory is then.
     """
-    from vllm import SamplingParams
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
+    from harness.engines.prompting import greedy
     from kvpatch.hostdevice import ledger, streams
 
     backend = get_kv_transfer_group().worker_handler._backend
@@ -170,20 +170,16 @@ def shut_down_while_copying(llm: Any, prompt: dict[str, Any]) -> None:
         def shutdown() -> None:
             hold.close()
             drain()
-            print("driver: waited for the copies", flush=True)
+            tell("waited for the copies")
 
         backend.shutdown = shutdown
         tokens = [token + 1 for token in prompt["tokens"]]  # which no tier has yet
-        llm.llm_engine.add_request(
-            "last",
-            {"prompt_token_ids": tokens},
-            SamplingParams(temperature=0, max_tokens=4, ignore_eos=True),
-        )
+        llm.llm_engine.add_request("last", {"prompt_token_ids": tokens}, greedy(4))
         while llm.llm_engine.has_unfinished_requests():
             llm.llm_engine.step()
         llm.llm_engine.engine_core.shutdown()
     streams.synchronize()
-    print("driver: copies have ended", flush=True)
+    tell("copies have ended")
 
 
 MANAGERS: list[Any] = []

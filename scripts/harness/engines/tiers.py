@@ -12,9 +12,9 @@ from kvpatch.environ import TIER_PATIENCE
 Serve = Callable[..., Finished]
 
 # So that another process finds the blocks by the same hashes.
-SAME_HASHES = ("PYTHONHASHSEED", "0")
+SAME_HASHES = {"PYTHONHASHSEED": "0"}
 # Nobody waits for a slow disk, but no machine that is busy makes a miss of a block.
-PATIENT = (TIER_PATIENCE.name, "600")
+PATIENT = {TIER_PATIENCE.name: "600"}
 FEW = 60  # blocks of the CPU tier: three prompts
 APART = 6  # prompts that are asked again, one at a time
 # Room for four prompts; the second model needs blocks in both its groups for each.
@@ -25,7 +25,7 @@ SMALL = {
 
 
 def on(disk: Path | str, **more: Any) -> Run:
-    return Run(tiers=(str(disk),), cpu_blocks=FEW, environment=(SAME_HASHES, PATIENT), **more)
+    return Run(tiers=(str(disk),), cpu_blocks=FEW, **more).within(SAME_HASHES | PATIENT)
 
 
 def answers(finished: Finished, time: int = 0) -> list[Any]:
@@ -40,12 +40,16 @@ def hits(records: list[Any]) -> list[int]:
     return [record["cached"] for record in records]
 
 
+def assert_found(finished: Finished, plain: Finished, tokens: int = 640, time: int = 0) -> None:
+    """The prompts are answered as by plain vLLM, and so many tokens of each were not computed."""
+    assert_plain(answers(finished, time), plain)
+    assert hits(answers(finished, time)) == [tokens] * APART
+
+
 def assert_comes_back(finished: Finished, plain: Finished) -> None:
     """The second time, prompts that device and CPU tier no longer have come from the disk."""
-    assert_plain(answers(finished), plain)
-    assert_plain(answers(finished, 1), plain)
-    assert hits(answers(finished)) == [0] * APART
-    assert hits(answers(finished, 1)) == [640] * APART
+    assert_found(finished, plain, 0)
+    assert_found(finished, plain, time=1)
     assert finished.result["evicted"] > 0
     assert finished.result["returned"] >= APART * 20
     assert finished.result["changed"] == []

@@ -1,7 +1,5 @@
 """Runs another driver with rows that were never applied, in the process that runs the engine.
 
-    python -m harness.engines.without_driver JOB.json RESULT.json
-
 A job of ``driver.py``, or of the driver that it names as ``driver``; ``without`` are the rows.
 ``Transaction.revert`` comes after kvcached has patched vllm, too late for the rows that change
 how it does that, and not at all for a row that another one lies over.
@@ -9,7 +7,7 @@ how it does that, and not at all for a row that another one lies over.
 
 import importlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ from packaging.version import Version
 from harness.engines.patience import PATIENCE
 from kvpatch.patch import Feature, Patch
 
-STARTED = "driver: started"
+STARTED = "driver: started"  # as ``Engine`` says when it has been made
 WAITS = "requests wait for ever"
 
 
@@ -33,18 +31,6 @@ def leave_out(rows: Iterable[str]) -> None:
     Feature.at = at  # type: ignore[method-assign]
 
 
-def say_started(driver: Any) -> None:
-    """Tell the end of what comes before an engine from the end of the engine."""
-    made: Callable[..., Any] = driver.LLM
-
-    def make(*args: Any, **kwargs: Any) -> Any:
-        engine = made(*args, **kwargs)
-        print(STARTED, flush=True)
-        return engine
-
-    driver.LLM = make
-
-
 def end_when_stalled(_steps: int, seconds: float) -> None:
     """End an engine whose requests wait for ever."""
     if seconds >= PATIENCE:
@@ -56,7 +42,6 @@ def main(job_path: str, result_path: str) -> None:
     job = json.loads(Path(job_path).read_text())
     leave_out(job["without"])
     driver: Any = importlib.import_module(f"harness.engines.{job.get('driver', 'driver')}")
-    say_started(driver)
     if hasattr(driver, "stalled"):
         driver.stalled = end_when_stalled
     driver.main(job_path, result_path)
