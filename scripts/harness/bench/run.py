@@ -7,8 +7,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any, TypeVar
 
-from harness.bench import arms, loads, reports, two_models
-from harness.bench.one_model import OneModel
+from harness.bench import arms, loads, one_model, reports, two_models
 from harness.bench.options import PARTS, Options
 from harness.bench.sizes import KV_HEADS
 from harness.bench.starting import Starter
@@ -38,10 +37,10 @@ def measured(part: str, options: Options, screen: Screen) -> dict[str, Any]:
         starter = Starter(models, folder, options.size, screen, options.logs)
         if part == "one":
             own = chosen(options, arms.ALL)
-            found = OneModel(own, starter, loads.LOADS, part).measure()
+            found = one_model.measured(own, starter, loads.LOADS, part)
         elif part == "answers":
             own = chosen(options, arms.ANSWERING)
-            found = OneModel(own, starter, loads.ANSWERS, part).measure()
+            found = one_model.measured(own, starter, loads.ANSWERS, part)
         else:
             found = TwoModels(chosen(options, two_models.ALL), starter).measure()
     minutes = round((screen.seconds - begun) / 60, 1)

@@ -84,7 +84,6 @@ class TwoModels:
         self.result: dict[str, Any] = {
             "device_bytes": self._blocks * BLOCK_BYTES,
             "requests_at_a_peak": self._size.peak,
-            "arms": {},
             "cycles": {one.name: [] for one in self.shared},
         }
 
@@ -117,11 +116,10 @@ class TwoModels:
             environment["KVCACHED_GPU_UTILIZATION"] = "1.0"
         if one.keeps_nothing:
             environment |= KEEPS_NOTHING
-        kinds, servers = {}, {}
+        servers = {}
         for model, name in (("a", FIRST), ("b", SECOND)):
-            kinds[name] = known.kind(one.arm, self._size, blocks, f"two{at}{model}", environment)
-            servers[name] = self.starter.start(stack, kinds[name], model, device=f"two{at}")
-        self.result["arms"][one.name] = known.settings(kinds[FIRST])
+            kind = known.kind(one.arm, self._size, blocks, f"two{at}{model}", environment)
+            servers[name] = self.starter.start(stack, kind, model, device=f"two{at}")
         return servers
 
     def _cycle(self, one: Shared, servers: dict[str, Server], repeat: int) -> dict[str, Any]:
@@ -137,7 +135,7 @@ class TwoModels:
             for phase, (name, load) in sent.items():
                 self._screen.live(f"repeat {repeat + 1}, {one.name}: {phase.replace('_', ' ')}")
                 memory.phase(phase)
-                found[phase] = run(load, servers[name], folder, memory)
+                found[phase] = run(load, servers[name], folder)
             memory.phase("end")
             for server in servers.values():
                 server.reset_caches()
