@@ -17,10 +17,8 @@ def cycle(used, kept, served):
     phase = one_run(1000, 10)
     return {
         "used_bytes": used,
-        "kept_bytes": kept,
         "given_share": 1 - kept / used,
         "served_share": served,
-        "seconds": 3.0,
         "phases": {"first_peak": phase, "second_peak": phase, "first_returns": phase},
         "timeline": {
             "seconds": [0.0, 1.0, 2.0],

@@ -11,7 +11,6 @@ from harness.bench import arms, loads, one_model, reports, two_models
 from harness.bench.options import PARTS, Options
 from harness.bench.sizes import KV_HEADS
 from harness.bench.starting import Starter
-from harness.bench.two_models import TwoModels
 from harness.console import HarnessError, Screen
 from harness.model_cache import kept_model
 from harness.serve import workspace
@@ -42,7 +41,7 @@ def measured(part: str, options: Options, screen: Screen) -> dict[str, Any]:
             own = chosen(options, arms.ANSWERING)
             found = one_model.measured(own, starter, loads.ANSWERS, part)
         else:
-            found = TwoModels(chosen(options, two_models.ALL), starter).measure()
+            found = two_models.measured(chosen(options, two_models.ALL), starter)
     minutes = round((screen.seconds - begun) / 60, 1)
     return found | {"size": asdict(options.size), "minutes": minutes}
 
