@@ -3,7 +3,8 @@
 One order by age over all engines is wrong where one of them stores much and finds little: it
 evicts what another one would find. So an age is divided by the square root of how many chunks are
 found for each that is stored, and an engine that has no more than an equal part of the pool counts
-for younger. The figures were chosen by simulation, see ``scripts/bench sharing``.
+for younger. The figures were chosen by simulation: ``scripts/bench sharing`` of
+commit 013faa4824bf.
 """
 
 from __future__ import annotations

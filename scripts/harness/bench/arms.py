@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Any
 
 from harness import connectors, serve
 from harness.bench.sizes import BLOCK_BYTES, BLOCK_TOKENS, Size
@@ -66,8 +65,3 @@ def kind(
     # The host device runs kvcached only with kvpatch on; without a connector that is all it does.
     own = {"KVPATCH": "1", **SPARE_PAGES} if arm.elastic else {"KVPATCH": "0"}
     return Kind(arm.name, slug, arguments, ONE_THREAD | own | (environment or {}))
-
-
-def settings(one: Kind) -> dict[str, Any]:
-    """Return the settings of a server, for the result file."""
-    return {"arguments": dict(one.arguments), "environment": dict(one.environment)}

@@ -1,9 +1,9 @@
-"""``scripts/bench sharing --only engines``: eight served models, few busy, on a device for three.
+"""``scripts/bench sharing``: eight served models, few busy, on a device for three.
 
-The setting of the simulation (harness/balancing/many.py) at a scale that eight engines on the host
-device fit into: the same share of the device for a tier and for the longest request, users whose
-conversations grow and return, and spells in which one or two models are busy. In each arm the same
-prompts are asked in the same order:
+The setting of the simulation whose results are in docs/results/sharing.json, at a scale that eight
+engines on the host device fit into: the same share of the device for a tier and for the longest
+request, users whose conversations grow and return, and spells in which one or two models are busy.
+In each arm the same prompts are asked in the same order:
 
 static parts                    vLLM's own offloading, an eighth of the device each, for good
 kvpatch balance                 one device for all, an eighth as the first limit, beside the command
@@ -28,10 +28,10 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
-from harness.balancing.arms import STATIC
-from harness.balancing.many import BUSY, MODELS
-from harness.bench import arms
+from harness import console
+from harness.bench import arms, reports
 from harness.bench.measure import read
+from harness.bench.options import RESULTS
 from harness.bench.sizes import BLOCK_BYTES, BLOCK_TOKENS, KV_HEADS, LAYERS, PAGE_BLOCKS, SMOKE
 from harness.bench.starting import Starter
 from harness.console import HarnessError, Screen
@@ -40,6 +40,7 @@ from harness.model_cache import kept_model
 from harness.serve import MODEL_NAME, SPARE_PAGES, Kind, Server, workspace
 from kvpatch.environ import FIRST_LIMIT
 
+MODELS, BUSY = 8, 1.5  # of them on average
 LONGEST = 64  # blocks of a prompt
 TURN = 4  # blocks that a conversation grows by
 # 18 of the longest requests, as in the simulation, without what eight idle engines keep: the page
@@ -182,7 +183,7 @@ def measured(screen: Screen, seed: int = 1) -> Result:
     asked, found = load(seed), {}
     with workspace() as folder, ThreadPoolExecutor(2 * ASKING) as pool:
         starter = Starter({"a": kept_model(7, screen.say, KV_HEADS)}, folder, SIZE, screen)
-        for arm, name in ((arms.STATIC, STATIC), (arms.KVPATCH, "kvpatch balance")):
+        for arm, name in ((arms.STATIC, "static parts"), (arms.KVPATCH, "kvpatch balance")):
             with ExitStack() as stack:
                 every = kinds(arm)
                 servers = [starter.start(stack, kind, device="eight") for kind in every]
@@ -204,3 +205,14 @@ def measured(screen: Screen, seed: int = 1) -> Result:
         },
         "arms": found,
     }
+
+
+def main(arguments: list[str]) -> int:
+    """Measure, and write the result file, whose other parts are kept."""
+    parser = console.parser("scripts/bench sharing", __doc__ or "")
+    parser.add_argument("--output", type=Path, default=RESULTS / "sharing.json", metavar="FILE")
+    output = parser.parse_args(arguments).output
+    screen = console.Screen("eight engines")
+    parts = {"engines": lambda: measured(screen)}
+    reports.measure("scripts/bench sharing", parts, None, output)
+    return 0

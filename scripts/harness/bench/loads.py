@@ -28,12 +28,10 @@ class Prompt:
     Attributes:
         hashes: one for each block of the prompt.
         answer: tokens to generate.
-        returning: its blocks but the last have been computed before.
     """
 
     hashes: tuple[int, ...]
     answer: int
-    returning: bool = False
 
     @property
     def tokens(self) -> int:
@@ -50,8 +48,6 @@ class Load:
         rate: requests that arrive in a second, at random, however many are in flight.
     """
 
-    name: str
-    what: str
     prompts: tuple[Prompt, ...]
     together: int
     rate: float = math.inf
@@ -71,7 +67,7 @@ def no_reuse(size: Size, repeat: int) -> Load:
     source = numbers("no reuse", repeat)
     blocks = size.prompt // BLOCK_TOKENS
     prompts = tuple(Prompt(_some(source, blocks), size.answer) for _ in range(size.prompts))
-    return Load("no reuse", "prompts that share nothing", prompts, size.together)
+    return Load(prompts, size.together)
 
 
 def conversations(size: Size, repeat: int) -> Load:
@@ -87,13 +83,8 @@ def conversations(size: Size, repeat: int) -> Load:
         for number, history in enumerate(histories):
             if turn:
                 histories[number] = history = history + _some(source, TURN_BLOCKS)
-            prompts.append(Prompt(history, size.answer, returning=turn > 0))
-    return Load(
-        "conversations",
-        "multi-turn conversations that return after their eviction",
-        tuple(prompts),
-        size.together,
-    )
+            prompts.append(Prompt(history, size.answer))
+    return Load(tuple(prompts), size.together)
 
 
 def long_answers(size: Size, repeat: int) -> Load:
@@ -105,8 +96,7 @@ def long_answers(size: Size, repeat: int) -> Load:
     source = numbers("long answers", repeat)
     blocks = size.prompt // BLOCK_TOKENS // 4
     prompts = tuple(Prompt(_some(source, blocks), size.long_answer) for _ in range(size.asked))
-    what = "prompts that share nothing, at a rate, with long answers"
-    return Load("long answers", what, prompts, size.together, rate=RATE)
+    return Load(prompts, size.together, rate=RATE)
 
 
 LOADS = {"no reuse": no_reuse, "conversations": conversations}
@@ -127,12 +117,7 @@ def peak(size: Size, model: str, repeat: int, returning: bool = False) -> Load:
     prompts = [_some(source, blocks) for _ in range(size.peak)]
     if returning:
         prompts = [prompt + _some(source, 2) for prompt in prompts]
-    return Load(
-        f"peak of {model}" + (", returning" if returning else ""),
-        "all of a model's prompts at once",
-        tuple(Prompt(prompt, size.answer, returning) for prompt in prompts),
-        size.peak,
-    )
+    return Load(tuple(Prompt(prompt, size.answer) for prompt in prompts), size.peak)
 
 
 def write_trace(prompts: Sequence[Prompt], path: Path) -> Path:

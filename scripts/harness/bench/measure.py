@@ -7,7 +7,7 @@ from typing import Any
 
 from harness.bench.client import serve
 from harness.bench.loads import Load
-from harness.bench.memory import MappedMemory, settled
+from harness.bench.memory import settled
 from harness.bench.pairing import summary
 from harness.serve import Server
 
@@ -34,20 +34,18 @@ def read(server: Server) -> dict[str, float]:
 def copies(server: Server) -> dict[str, int]:
     """Return what the worker's ``CopyCounter`` has counted so far."""
     if not server.has("worker-extension-cls"):
-        return {"transfers": 0, "blocks": 0, "copies": 0}
+        return {"blocks": 0, "copies": 0}
     return dict(server.rpc("copies")[0])
 
 
-def run(load: Load, server: Server, folder: Path, memory: MappedMemory) -> dict[str, Any]:
+def run(load: Load, server: Server, folder: Path) -> dict[str, Any]:
     """Send a load and return its figures.
 
     Raises:
         HarnessError: a request failed.
     """
     before, copied = read(server), copies(server)
-    sampled = len(memory.samples)
     found = serve(load, server, folder)
-    mapped = [sum(sample.values()) for _, sample in memory.samples[sampled:]]
     after, now = read(server), copies(server)
     return {
         "seconds": round(found["duration"], 4),
@@ -56,5 +54,4 @@ def run(load: Load, server: Server, folder: Path, memory: MappedMemory) -> dict[
         "itl_ms": summary([one for each in found["itls"] for one in each], 1000),
         "prompt_tokens": {name: int(after[name] - before[name]) for name in TOKENS},
         "copies": {name: now[name] - copied[name] for name in now},
-        "mapped_bytes": {"peak": max(mapped, default=0), "end": sum(memory.look().values())},
     }

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from harness import markdown
-from harness.bench import arms, pairing, plots, steps_goals, two_models
+from harness.bench import arms, pairing, plots, two_models
 from harness.bench.loads import RATE as RATE_OF_ANSWERS
 from harness.bench.quoted import RATE, eight_models
 from harness.figures import svg
@@ -18,7 +18,7 @@ Result = dict[str, Any]
 
 PICTURE = "docs/pictures/numbers-shared-device.svg"
 SHOWN = ("host", "sharing", "suspend")
-FILES = (*SHOWN, "steps", "startup", "gpu")
+FILES = (*SHOWN, "startup", "gpu")
 
 
 class Figure(NamedTuple):
@@ -56,12 +56,8 @@ def render(results: Path) -> dict[str, str]:
         "numbers.md",
         gpu=found["gpu"],
         figures=list(figures(found)),
-        steps=found["steps"],
-        steps_rows=list(steps_goals.rows(found["steps"] or {})),
-        sharing_rows=list(steps_goals.sharing_rows(found["sharing"])) if found["sharing"] else [],
         engines=(found["sharing"] or {}).get("engines"),
         limit=(found["suspend"] or {}).get("limit"),
-        processes=_processes(found["host"]),
         runs=[one for name in SHOWN if found[name] for one in runs(name, found[name])],
     )
     return {
@@ -92,12 +88,6 @@ def figures(found: dict[str, Any]) -> Iterator[Figure]:
         if found[file] is not None:
             for row in of(found[file]):
                 yield Figure(*row, file)
-
-
-def _processes(host: Result) -> str:
-    """Return the processes of every arm in words, if they are known and the same."""
-    every = {" ".join(arm.get("processes", ())) for arm in host["one_model"]["arms"].values()}
-    return every.pop() if len(every) == 1 else ""
 
 
 Rows = Iterator[tuple[str, str, str]]

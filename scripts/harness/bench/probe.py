@@ -1,7 +1,7 @@
 """A worker extension that counts the copies that a transfer is made of.
 
 Loaded through vLLM's ``--worker-extension-cls``; it changes nothing until ``count_copies``
-is called over ``collective_rpc``. It costs one addition per transfer.
+is called over ``collective_rpc``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class CopyCounter:
         from harness.engines.inside import after
         from kvpatch.hostdevice import copies
 
-        self.copied = {"transfers": 0, "blocks": 0, "copies": 0}
+        self.copied = {"blocks": 0, "copies": 0}
         connector: Any = get_kv_transfer_group()
         worker = connector.connector_worker.worker
         after(worker, "submit_store", self._stored)
@@ -31,15 +31,11 @@ class CopyCounter:
         """Return what was counted so far."""
         return self.copied
 
-    def _add(self, blocks: int) -> None:
-        self.copied["transfers"] += 1
-        self.copied["blocks"] += blocks
-
     def _stored(self, result: Any, job_id: int, src_spec: Any, dst_spec: Any) -> None:
-        self._add(len(src_spec.block_ids))
+        self.copied["blocks"] += len(src_spec.block_ids)
 
     def _loaded(self, result: Any, job_id: int, src_spec: Any, dst_spec: Any, *more: Any) -> None:
-        self._add(len(dst_spec.block_ids))
+        self.copied["blocks"] += len(dst_spec.block_ids)
 
     def _enqueued(self, result: Any, pairs: Any) -> None:
         self.copied["copies"] += len(pairs)

@@ -38,8 +38,3 @@ def measure(
         if echo:
             print(json.dumps({part: result[part]}), flush=True)
         provenance.write(result, report)
-
-
-def word(met: bool) -> str:
-    """Return the verdict on a goal."""
-    return "met" if met else "missed"

@@ -7,12 +7,10 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any, TypeVar
 
-from harness.bench import arms, loads, reports, two_models
-from harness.bench.one_model import OneModel
+from harness.bench import arms, loads, one_model, reports, two_models
 from harness.bench.options import PARTS, Options
 from harness.bench.sizes import KV_HEADS
 from harness.bench.starting import Starter
-from harness.bench.two_models import TwoModels
 from harness.console import HarnessError, Screen
 from harness.model_cache import kept_model
 from harness.serve import workspace
@@ -38,12 +36,12 @@ def measured(part: str, options: Options, screen: Screen) -> dict[str, Any]:
         starter = Starter(models, folder, options.size, screen, options.logs)
         if part == "one":
             own = chosen(options, arms.ALL)
-            found = OneModel(own, starter, loads.LOADS, part).measure()
+            found = one_model.measured(own, starter, loads.LOADS, part)
         elif part == "answers":
             own = chosen(options, arms.ANSWERING)
-            found = OneModel(own, starter, loads.ANSWERS, part).measure()
+            found = one_model.measured(own, starter, loads.ANSWERS, part)
         else:
-            found = TwoModels(chosen(options, two_models.ALL), starter).measure()
+            found = two_models.measured(chosen(options, two_models.ALL), starter)
     minutes = round((screen.seconds - begun) / 60, 1)
     return found | {"size": asdict(options.size), "minutes": minutes}
 

@@ -71,4 +71,4 @@ class Starter:
         prompts = tuple(
             Prompt(tuple(next(source) for _ in range(blocks)), 2) for _ in range(self.size.together)
         )
-        return Load("warm-up", "", prompts, self.size.together)
+        return Load(prompts, self.size.together)

@@ -116,15 +116,8 @@ def suspended(server: Server, name: str, repeats: int) -> Result:
         rounds.append(
             {
                 "prompts": count,
-                "resident": answer.resident,
-                "kept": answer.kept,
-                "lost": answer.lost,
-                "mapped_before": before,
-                "mapped_after": answer.mapped,
-                "floor": page,
                 "given_back": round((before - answer.mapped) / max(1, before - page), 4),
                 "seconds": round(took, 4),
-                "seconds_in_engine": answer.seconds,
                 "served": round((hits(server) - known) / asked, 4),
                 "wrong_tokens": sum(one != other for one, other in zip(first, again, strict=True)),
             }
@@ -157,7 +150,6 @@ def limit(machine: Machine, repeats: int) -> Result:
         begun = time.perf_counter()
         server.complete(prompts(1, length=32, max_tokens=STEPS, seed=1)[0])
         found["step_ms"] = _ms((time.perf_counter() - begun) / STEPS)
-        found["start_ms"] = {" ".join(of): _start(of) for of in (["-S"], ["-c", "pass"])}
         clients = stack.enter_context(ThreadPoolExecutor(8))
         command = [str(Path(sys.executable).with_name("kvpatch")), "limit", name, str(LEAST)]
         # The first time is a warm-up.
@@ -183,16 +175,6 @@ def limit(machine: Machine, repeats: int) -> Result:
                 if number:
                     found["runs"].setdefault(f"{'busy' if busy else 'idle'}, {by}", []).append(seen)
     return found
-
-
-def _start(options: list[str]) -> float:
-    """Return what an interpreter of this environment takes that does nothing, in milliseconds."""
-    taken = []
-    for _ in range(9):
-        begun = time.perf_counter()
-        subprocess.run([sys.executable, *options], stdin=subprocess.DEVNULL, check=True)
-        taken.append(time.perf_counter() - begun)
-    return _ms(statistics.median(taken))
 
 
 def timeline(name: str, told: Callable[[], object]) -> Result:

@@ -64,96 +64,78 @@ def device_blocks(size: Size) -> int:
     return (pages + pages % 2) * PAGE_BLOCKS
 
 
-@dataclass
-class TwoModels:
-    """The part of a run with two models.
-
-    Attributes:
-        shared: what is compared.
-        starter: starts servers.
-    """
-
-    shared: Sequence[Shared]
-    starter: Starter
-
-    def __post_init__(self) -> None:
-        self._blocks = device_blocks(self.starter.size)
-        # A tier holds one model's prompts, and a quarter more.
-        self._size = replace(self.starter.size, tier_blocks=self._blocks)
-        self._screen = self.starter.screen
-        self.result: dict[str, Any] = {
-            "device_bytes": self._blocks * BLOCK_BYTES,
-            "requests_at_a_peak": self._size.peak,
-            "arms": {},
-            "cycles": {one.name: [] for one in self.shared},
+def measured(shared: Sequence[Shared], starter: Starter) -> dict[str, Any]:
+    """Run every arm, and return the part of a run with two models."""
+    blocks = device_blocks(starter.size)
+    # A tier holds one model's prompts, and a quarter more.
+    size = replace(starter.size, tier_blocks=blocks)
+    cycles: dict[str, list[dict[str, Any]]] = {one.name: [] for one in shared}
+    with ExitStack() as stack:
+        pairs = {
+            one: _start(one, f"two{at}", size, starter, stack) for at, one in enumerate(shared)
         }
+        for repeat in range(size.neighbour_repeats):
+            for one in turns(shared, repeat):
+                starter.screen.live(f"repeat {repeat + 1}, {one.name}")
+                cycle = _cycle(one, pairs[one], size, starter, repeat)
+                cycles[one.name].append(cycle)
+                starter.screen.say(
+                    f"repeat {repeat + 1} of {size.neighbour_repeats}, {one.name}: "
+                    f"{cycle['given_share']:.0%} given to the neighbour, "
+                    f"{cycle['served_share']:.0%} of what returns served"
+                )
+    return {"device_bytes": blocks * BLOCK_BYTES, "cycles": cycles}
 
-    def measure(self) -> dict[str, Any]:
-        """Run every arm and return the result."""
-        with ExitStack() as stack:
-            pairs = {one: self._start(one, at, stack) for at, one in enumerate(self.shared)}
-            for repeat in range(self._size.neighbour_repeats):
-                for one in turns(self.shared, repeat):
-                    cycle = self._cycle(one, pairs[one], repeat)
-                    self.result["cycles"][one.name].append(cycle)
-                    self._say(one, cycle, repeat)
-        return self.result
 
-    def _say(self, one: Shared, cycle: dict[str, Any], repeat: int) -> None:
-        self._screen.say(
-            f"repeat {repeat + 1} of {self._size.neighbour_repeats}, {one.name}: "
-            f"{cycle['given_share']:.0%} given to the neighbour, "
-            f"{cycle['served_share']:.0%} of what returns served, "
-            f"cycle of {cycle['seconds']:.1f} s"
-        )
+def _start(
+    one: Shared, slug: str, size: Size, starter: Starter, stack: ExitStack
+) -> dict[str, Server]:
+    """Start a server of each model on one device; its tier is as large as the device."""
+    device = size.tier_blocks
+    # Room for the page that an unmapped address shows, one in each layer and engine.
+    environment = {"KVPATCH_HOST_DEVICE": str(device * BLOCK_BYTES + 2 * LAYERS * (2 << 20))}
+    if one.arm.elastic:
+        # vLLM's share of a device is of its whole; what is free decides.
+        environment["KVCACHED_GPU_UTILIZATION"] = "1.0"
+    if one.keeps_nothing:
+        environment |= KEEPS_NOTHING
+    blocks = device if one.arm.elastic else device // 2
+    servers = {}
+    for model, name in (("a", FIRST), ("b", SECOND)):
+        kind = known.kind(one.arm, size, blocks, f"{slug}{model}", environment)
+        servers[name] = starter.start(stack, kind, model, device=slug)
+    return servers
 
-    def _start(self, one: Shared, at: int, stack: ExitStack) -> dict[str, Server]:
-        blocks = self._blocks if one.arm.elastic else self._blocks // 2
-        # Room for the page that an unmapped address shows, one in each layer and engine.
-        size = self._blocks * BLOCK_BYTES + 2 * LAYERS * (2 << 20)
-        environment = {"KVPATCH_HOST_DEVICE": str(size)}
-        if one.arm.elastic:
-            # vLLM's share of a device is of its whole; what is free decides.
-            environment["KVCACHED_GPU_UTILIZATION"] = "1.0"
-        if one.keeps_nothing:
-            environment |= KEEPS_NOTHING
-        kinds, servers = {}, {}
-        for model, name in (("a", FIRST), ("b", SECOND)):
-            kinds[name] = known.kind(one.arm, self._size, blocks, f"two{at}{model}", environment)
-            servers[name] = self.starter.start(stack, kinds[name], model, device=f"two{at}")
-        self.result["arms"][one.name] = known.settings(kinds[FIRST])
-        return servers
 
-    def _cycle(self, one: Shared, servers: dict[str, Server], repeat: int) -> dict[str, Any]:
-        """One peak of each model, and the return of the first one's conversations."""
-        folder = self.starter.folders[servers[FIRST]]
-        sent = {
-            "first_peak": (FIRST, peak(self._size, "a", repeat)),
-            "second_peak": (SECOND, peak(self._size, "b", repeat)),
-            "first_returns": (FIRST, peak(self._size, "a", repeat, returning=True)),
-        }
-        found: dict[str, Any] = {}
-        with MappedMemory(str(folder), servers) as memory:
-            for phase, (name, load) in sent.items():
-                self._screen.live(f"repeat {repeat + 1}, {one.name}: {phase.replace('_', ' ')}")
-                memory.phase(phase)
-                found[phase] = run(load, servers[name], folder, memory)
-            memory.phase("end")
-            for server in servers.values():
-                server.reset_caches()
-        held = 0 if one.arm.elastic else self._blocks // 2 * BLOCK_BYTES
-        used, kept = given(
-            memory.within("first_peak"), memory.within("second_peak"), held_for_good=held
-        )
-        return {
-            "used_bytes": used,
-            "kept_bytes": kept,
-            "given_share": round(1 - kept / used, 4) if used else 0.0,
-            "served_share": served(found["first_returns"], sent["first_peak"][1].prompts),
-            "seconds": round(sum(phase["seconds"] for phase in found.values()), 3),
-            "phases": found,
-            **({"timeline": memory.timeline()} if repeat == 0 else {}),
-        }
+def _cycle(
+    one: Shared, servers: dict[str, Server], size: Size, starter: Starter, repeat: int
+) -> dict[str, Any]:
+    """One peak of each model, and the return of the first one's conversations."""
+    folder = starter.folders[servers[FIRST]]
+    sent = {
+        "first_peak": (FIRST, peak(size, "a", repeat)),
+        "second_peak": (SECOND, peak(size, "b", repeat)),
+        "first_returns": (FIRST, peak(size, "a", repeat, returning=True)),
+    }
+    found: dict[str, Any] = {}
+    with MappedMemory(str(folder), servers) as memory:
+        for phase, (name, load) in sent.items():
+            memory.phase(phase)
+            found[phase] = run(load, servers[name], folder)
+        memory.phase("end")
+        for server in servers.values():
+            server.reset_caches()
+    held = 0 if one.arm.elastic else size.tier_blocks // 2 * BLOCK_BYTES
+    used, kept = given(
+        memory.within("first_peak"), memory.within("second_peak"), held_for_good=held
+    )
+    return {
+        "used_bytes": used,
+        "given_share": round(1 - kept / used, 4) if used else 0.0,
+        "served_share": served(found["first_returns"], sent["first_peak"][1].prompts),
+        "phases": found,
+        **({"timeline": memory.timeline()} if repeat == 0 else {}),
+    }
 
 
 def given(

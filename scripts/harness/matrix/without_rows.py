@@ -189,14 +189,14 @@ ROWS: dict[str, Row] = {
     ),
     "elastic_memory.available": held(
         f"{POOL}test_pages_are_counted_when_they_change",
-        "it changes no answer: what it costs is in scripts/bench steps",
+        "it changes no answer: what it costs is in docs/numbers.md",
     ),
     "elastic_memory.shrink": held(
         f"{POOL}test_blocks_are_counted_when_a_limit_could_be_applied", UNASKED
     ),
     "elastic_memory.eviction": held(
         "unit/test_eviction.py::test_it_looks_at_the_coldest_blocks_only",
-        "it changes no answer: what it costs is in scripts/bench steps",
+        "it changes no answer: what it costs is in docs/numbers.md",
     ),
     "elastic_memory.reservation": held(
         f"{POOL}test_a_request_that_comes_before_block_0_waits_for_it",
