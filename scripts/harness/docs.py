@@ -196,8 +196,10 @@ def verdict(name: str, row: dict[str, Any]) -> str:
 
 def served(result: dict[str, Any]) -> str:
     """Return what servers did on the emulated CUDA device, and what it takes to have one."""
-    counts = ("rounds", "wrong answers", "ties", "restored tokens", "complaints", "ready seconds")
-    counts += ("first token seconds", "first token processor seconds")
+    counts = (
+        *("rounds", "wrong answers", "ties", "restored tokens", "complaints"),
+        *("ready seconds", "first token seconds", "first token processor seconds"),
+    )
     rows = [
         (
             title,

@@ -26,8 +26,8 @@ class Fault:
 
 
 def _marked(module: ast.Module) -> Iterator[tuple[str, str, str]]:
-    for function in module.body:
-        for decorator in getattr(function, "decorator_list", ()):
+    for function in (one for one in module.body if isinstance(one, ast.FunctionDef)):
+        for decorator in function.decorator_list:
             for node in ast.walk(decorator):
                 if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.fault":
                     what, then = map(ast.literal_eval, node.args)
