@@ -53,7 +53,7 @@ def test_a_listed_test_that_fails_without_any_cause_is_wrong():
 
 def test_a_listed_test_that_passes_makes_the_list_stale():
     assert verdict(PASSED, PASSED, cause="connector") == [
-        f"{TEST} is listed as connector, and passes"
+        f"{TEST} is listed as connector, and with kvpatch is passed"
     ]
 
 

@@ -1,6 +1,6 @@
 """docs/upstream.md, from docs/results/upstream.json."""
 
-from collections.abc import Iterator
+from collections import Counter
 
 from harness import markdown
 from harness.upstream import results
@@ -12,30 +12,27 @@ def render() -> str:
     """Return the page."""
     found = results.read()["suites"]
 
-    def counts(suite: Suite, mode: str) -> dict[str, int]:
-        counted = found[suite.name][mode]
-        passed, failed = counted.get("passed", 0), counted.get("failed", 0)
-        skipped = counted.get("skipped", 0)
-        return {"passed": passed, "ran": passed + failed, "skipped": skipped} | {
-            "seconds": counted["seconds"]
-        }
+    def counts(counted: dict[str, int]) -> dict[str, int]:
+        every = {"passed": 0, "failed": 0, "skipped": 0} | counted
+        return every | {"ran": every["passed"] + every["failed"]}
 
-    def named(suite: Suite) -> Iterator[tuple[str, list[tuple[str, str]]]]:
-        for cause, tests in found[suite.name]["listed"].items():
-            yield cause, by_file(tests)
+    def named(suite: Suite) -> list[tuple[str, list[tuple[str, str]]]]:
+        return [(cause, by_file(tests)) for cause, tests in found[suite.name]["listed"].items()]
 
-    def listed(suite: Suite) -> int:
-        return sum(map(len, found[suite.name]["listed"].values()))
-
+    every = [one["listed"] for one in found.values()]
     count = {
-        cause.name: sum(len(one["listed"].get(cause.name, ())) for one in found.values())
-        for cause in CAUSES
+        cause.name: sum(len(listed.get(cause.name, ())) for listed in every) for cause in CAUSES
     }
     return markdown.render(
         "upstream.md",
         found=found,
         suites=[
-            (one, counts(one, "without kvpatch"), counts(one, "with kvpatch"), listed(one))
+            (
+                one,
+                counts(found[one.name]["without kvpatch"]),
+                counts(found[one.name]["with kvpatch"]),
+                sum(map(len, found[one.name]["listed"].values())),
+            )
             for one in SUITES
             if one.name in found
         ],
@@ -48,16 +45,11 @@ def render() -> str:
 
 def by_file(tests: list[str]) -> list[tuple[str, str]]:
     """Return the functions of each file, with the number of their parameters' sets."""
-    files: dict[str, dict[str, int]] = {}
+    files: dict[str, Counter[str]] = {}
     for test in tests:
         file, _, name = test.partition("::")
-        functions = files.setdefault(file, {})
-        function = name.partition("[")[0]
-        functions[function] = functions.get(function, 0) + 1
+        files.setdefault(file.removeprefix("tests/v1/"), Counter())[name.partition("[")[0]] += 1
     return [
-        (
-            file.removeprefix("tests/v1/"),
-            ", ".join(f"`{name}`" + (f" ({n})" if n > 1 else "") for name, n in functions.items()),
-        )
-        for file, functions in files.items()
+        (file, ", ".join(f"`{name}`" + (f" ({n})" if n > 1 else "") for name, n in counts.items()))
+        for file, counts in files.items()
     ]
