@@ -127,3 +127,13 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         ),
     },
 }
+
+
+def of(module: str) -> dict[str, dict[str, str]]:
+    """Return the verdict of each mutant of a module, and why."""
+    tables = {"equivalent": EQUIVALENT, "elsewhere": ELSEWHERE}
+    return {
+        mutant: {"verdict": name, "why": why}
+        for name, table in tables.items()
+        for mutant, why in table.get(module, {}).items()
+    }
