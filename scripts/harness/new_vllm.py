@@ -76,13 +76,10 @@ class Stage:
 
 @dataclass
 class Report:
-    """What the stages did.
+    """What the stages did, and commands that are left to run by hand.
 
     Attributes:
         folder: of logs, of the trial's tree and of what is to be read.
-        times: seconds by stage.
-        failures: by stage, one line.
-        left: commands to run by hand.
     """
 
     folder: Path

@@ -70,18 +70,16 @@ def counted(server: Server) -> dict[str, float]:
 
 def returning(path: Path) -> Path:
     """Write a trace of 12 sessions of four turns, each of which is a block of 512 tokens longer."""
-    turns: list[dict[str, Any]] = [
-        {
-            "timestamp": 400 * session + 6000 * turn,
-            "input_length": 512 * (turn + 1),
-            "output_length": 16,
-            "hash_ids": [100 * session + block for block in range(turn + 1)],
-        }
-        for session in range(12)
-        for turn in range(4)
-    ]
-    turns.sort(key=lambda one: one["timestamp"])
-    path.write_text("".join(json.dumps(one) + "\n" for one in turns))
+    turns = sorted((400 * one + 6000 * turn, one, turn) for one in range(12) for turn in range(4))
+    with path.open("w") as file:
+        for timestamp, session, turn in turns:
+            line = {
+                "timestamp": timestamp,
+                "input_length": 512 * (turn + 1),
+                "output_length": 16,
+                "hash_ids": [100 * session + block for block in range(turn + 1)],
+            }
+            file.write(f"{json.dumps(line)}\n")
     return path
 
 

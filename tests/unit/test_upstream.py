@@ -110,7 +110,6 @@ def test_the_page_has_what_was_recorded(monkeypatch):
     text = page.render()
     assert "- `kvcached` is not recorded yet." in text
     assert "| `core` | 3 of 4 | 1 of 4 | 2 | 2 | 60 and 70 | 0.1 |" in text
-    assert "    - `core/test_scheduler.py`: `test_one` (2)" in text
     assert "| connector | kvpatch | 2 |" in text
     assert "KVP406" not in text
 
@@ -121,8 +120,3 @@ def test_the_tests_are_those_of_the_newest_release_with_a_cpu_build():
     version, hashes = pinned["kvcached"]
     assert hashes == {KVCACHED_SDISTS[version]}
     assert all(hashes for _, hashes in pinned.values())
-
-
-def test_tests_are_named_by_file_with_the_number_of_their_parameters():
-    tests = ["tests/v1/core/a.py::one[x]", "tests/v1/core/a.py::one[y]", "tests/v1/core/a.py::two"]
-    assert page.by_file(tests) == [("core/a.py", "`one` (2), `two`")]
