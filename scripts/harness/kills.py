@@ -97,32 +97,25 @@ class Served(Forked):
 
     def __init__(self, folder: Path, run: Run, device: Device, job: dict[str, Any]) -> None:
         folder.mkdir()
-        model, environment = weights_of(run), device.environ(run)
         # A worker of its own, which can be killed alone.
-        apart = {"distributed_executor_backend": "mp"}
-        arguments = engine_arguments(run) | apart | {"max_model_len": 1024}
+        apart = {"distributed_executor_backend": "mp", "max_model_len": 1024}
         self.reached, self.armed = folder / "reached", folder / "armed"
         super().__init__(
-            model,
-            arguments,
-            environment,
+            weights_of(run),
+            engine_arguments(run) | apart,
+            device.environ(run),
             folder,
             python=python_of(run.vllm),
             job=job | {"reached": str(self.reached)},
         )
         self._start()
 
-    def from_tiers(self) -> int:
-        """Return the prompt tokens that came from the tiers so far; 0 when it does not answer."""
-        with suppress(httpx.HTTPError):
-            return int(self.metric("vllm:external_prefix_cache_hits_total"))
-        return 0
-
     def process_of(self, role: str) -> psutil.Process:
         """Return the process of a role."""
         if role == "API server":
             return psutil.Process(self.process.pid)
-        own = [one for one in self.processes() if not is_tracker(one)]
+        # multiprocessing's own cleans up after its parent.
+        own = [one for one in self.processes() if "multiprocessing" not in " ".join(one.cmdline())]
         below = {one.ppid(): one for one in own}
         engine = below.get(self.process.pid)
         worker = below.get(engine.pid) if engine else None
@@ -130,38 +123,25 @@ class Served(Forked):
             raise HarnessError(f"not an engine with one worker: {own}")
         return engine if role == "engine" else worker
 
-    def end_alone(self, seconds: float) -> float | None:
-        """Wait for its processes to end by themselves; the seconds it took, or None."""
-        begun = time.monotonic()
-        while time.monotonic() - begun < seconds:
-            if not self.processes():
-                return round(time.monotonic() - begun, 1)
+    def end_alone(self, seconds: float) -> None:
+        """Wait for its processes to end by themselves, at most so long."""
+        deadline = time.monotonic() + seconds
+        while self.processes() and time.monotonic() < deadline:
             time.sleep(0.05)
-        return None
 
-    def close(self) -> float | None:
-        """End what still runs, as a service manager does: SIGTERM, and SIGKILL for who stays.
-
-        Returns:
-            Seconds until all had ended by SIGTERM, None when that was not enough.
-        """
+    def close(self) -> None:
+        """End what still runs, as a service manager does: SIGTERM, and SIGKILL for who stays."""
         self.client.close()
         for one in self.processes():
             with suppress(psutil.Error):
                 one.terminate()
-        ended = self.end_alone(TERM_SECONDS)
+        self.end_alone(TERM_SECONDS)
         while left := self.processes():
             for one in left:
                 with suppress(psutil.Error):
                     one.kill()
             time.sleep(0.05)
         self.process.wait(10)
-        return ended
-
-
-def is_tracker(one: psutil.Process) -> bool:
-    """Whether it is multiprocessing's own, which cleans up after its parent."""
-    return "multiprocessing" in " ".join(one.cmdline())
 
 
 class Load:
@@ -170,7 +150,7 @@ class Load:
     def __init__(self, server: Served, asked: list[list[int]], truth: list[list[int]]) -> None:
         self._server, self._asked, self._truth = server, asked, truth
         self._stop = threading.Event()
-        self.right = self.failed = 0
+        self.right = 0
         self.wrong: list[dict[str, Any]] = []
 
     def ask(self, source: random.Random) -> None:
@@ -181,35 +161,30 @@ class Load:
             prompt = {"tokens": self._asked[index], "max_tokens": count}
             found = self._server.complete(prompt)["tokens"]
         except (httpx.HTTPError, KeyError, ValueError):
-            self.failed += 1  # it was killed, and says so
-            self._stop.wait(0.05)
+            self._stop.wait(0.05)  # it was killed, and says so
             return
-        if found == self._truth[index][:count]:
+        plain = self._truth[index][:count]
+        if found == plain:
             self.right += 1
         else:
-            self.wrong.append(
-                {"prompt": index, "tokens": found, "plain": self._truth[index][:count]}
-            )
+            self.wrong.append({"prompt": index, "tokens": found, "plain": plain})
 
     @contextmanager
     def running(self, seed: int) -> Iterator[None]:
         """Ask from several threads while the block runs."""
 
-        def run(source: random.Random) -> None:
+        def run(number: int) -> None:
+            source = random.Random(seed * TOGETHER + number)
             while not self._stop.is_set():
                 self.ask(source)
 
         with ThreadPoolExecutor(TOGETHER) as pool:
-            asking = [
-                pool.submit(run, random.Random(seed * TOGETHER + index))
-                for index in range(TOGETHER)
-            ]
+            asking = pool.map(run, range(TOGETHER))
             try:
                 yield
             finally:
                 self._stop.set()
-        for one in asking:
-            one.result()
+        list(asking)  # raises what one of them did
 
 
 def listed() -> set[str]:
@@ -245,42 +220,37 @@ class Kills:
         self.source.shuffle(every)
         self.plan = [every[index % len(every)] for index in range(count)]
         self.kills: list[Kill] = []
-
-    def run_of(self) -> Run:
-        """Return the engine: device and CPU tier too small for the load, the disk behind them."""
+        # Device and CPU tier too small for the load, the disk behind them.
         environment = (
             ("PYTHONHASHSEED", "0"),
             ("KVPATCH_STATUS_DIR", ""),  # in /dev/shm, as an operator's
-            ("TMPDIR", str(self.folder)),
+            ("TMPDIR", str(folder)),
         )
-        return Run(tiers=(str(self.disk),), cpu_blocks=40, blocks=64, environment=environment)
+        disk = str(self.disk)
+        self.run = Run(tiers=(disk,), cpu_blocks=40, blocks=64, environment=environment)
 
     def serve(self) -> None:
         """Kill one after the other; the last one ends in order."""
-        killed: Kill | None = None
-        for number in range(len(self.plan) + 1):
-            moment, role = self.plan[number] if number < len(self.plan) else (ANY, "")
+        for number, (moment, role) in enumerate([*self.plan, (ANY, "")]):
             job: dict[str, Any] = {}
             if moment != ANY:
                 job = {"point": moment, "nth": self.source.randrange(1, LATEST + 1)}
-            server = Served(self.folder / f"{number}", self.run_of(), self.device, job)
+            server = Served(self.folder / f"{number}", self.run, self.device, job)
             try:
                 while not server.ready():
                     time.sleep(0.05)
                 load = Load(server, self.asked, self.truth)
-                if killed is not None:
-                    self.account(killed, server, load)
-                if not role:
-                    return
-                killed = self.kill(server, load, number, moment, role) | job
-                killed["others_ended_after"] = server.end_alone(ALONE_SECONDS)
+                if self.kills:
+                    self.account(self.kills[-1], server, load)
+                if role:
+                    killed = self.kill(server, load, number, moment, role)
+                    server.end_alone(ALONE_SECONDS)
             finally:
-                terminated = server.close()
-            if killed["others_ended_after"] is None:
-                killed["others_terminated_after"] = terminated
-            self.before = listed()
-            self.clean_disk()
-            self.kills.append(killed)
+                server.close()
+            if role:
+                self.kills.append(killed | job)
+                self.before = listed()
+                self.clean_disk()
 
     def kill(self, server: Served, load: Load, number: int, moment: str, role: str) -> Kill:
         """Kill a process of a server under load, at a moment."""
@@ -305,34 +275,24 @@ class Kills:
 
     def account(self, killed: Kill, server: Served, load: Load) -> None:
         """Note what the killed one left, now that its successor has started, and ask that one."""
-        started = server.start_seconds or 0.0
         left = self.before & listed()
         running = {process.pid for process in server.processes()}
+        usage = usage_of(self.folder).items()
         killed["left_in_shm"] = sorted(map(kind_of, left))
-        killed["charged_bytes"] = sum(
-            size for pid, size in usage_of(self.folder).items() if pid not in running
-        )
-        killed["partial_files"] = len(list(self.disk.rglob("*.tmp")))
+        killed["charged_bytes"] = sum(size for pid, size in usage if pid not in running)
         for name in left:
             (SHARED / name).unlink(missing_ok=True)  # so that it is counted once
         for _ in range(CHECKS):
             load.ask(self.source)
-        killed["next"] = {
-            "start_seconds": round(started, 1),
-            "right": load.right,
-            "failed": load.failed,
-            "from_tiers": server.from_tiers(),
-        }
-        killed["wrong"] = [*killed["wrong"], *load.wrong]
-        load.wrong.clear()
-        load.right = load.failed = 0
-        others = ended(killed)
+        from_tiers = int(server.metric("vllm:external_prefix_cache_hits_total"))
+        killed["next"] = {"right": load.right, "from_tiers": from_tiers}
+        killed["wrong"] += load.wrong
+        load.wrong, load.right = [], 0
         self.say(
             f"{len(self.kills)} of {len(self.plan)}: {killed['killed']}, {killed['moment']}"
-            f"{'' if killed['reached'] else ' (not reached)'}; others ended {others}; "
-            f"next in {started:.1f} s: "
-            f"{killed['next']['right']} right, {len(killed['wrong'])} wrong, "
-            f"{killed['next']['from_tiers']} tokens from the tiers; "
+            f"{'' if killed['reached'] else ' (not reached)'}; "
+            f"next in {server.start_seconds or 0:.1f} s: {killed['next']['right']} right, "
+            f"{len(killed['wrong'])} wrong, {from_tiers} tokens from the tiers; "
             f"left: {', '.join(killed['left_in_shm']) or 'nothing'}"
         )
 
@@ -341,15 +301,6 @@ class Kills:
         for file in sorted(self.disk.rglob("*.bin")):
             if self.source.random() < CLEANED:
                 file.unlink()
-
-
-def ended(killed: Kill) -> str:
-    """Return how the other processes of a killed one ended."""
-    if killed["others_ended_after"] is not None:
-        return f"by themselves after {killed['others_ended_after']} s"
-    if killed["others_terminated_after"] is not None:
-        return f"by SIGTERM after {killed['others_terminated_after']} s"
-    return f"by SIGKILL after {TERM_SECONDS:.0f} s"
 
 
 def usage_of(folder: Path) -> dict[int, int]:
@@ -371,16 +322,12 @@ def totals(kills: list[Kill]) -> dict[str, Any]:
         "kills": len(kills),
         "of": dict(Counter(one["killed"] for one in kills)),
         "at": dict(Counter(one["moment"] for one in kills if one["reached"])),
-        "not_reached": sum(not one["reached"] for one in kills),
         "answers": sum(one["right"] + one["next"]["right"] for one in kills),
         "answers_of_successors": sum(one["next"]["right"] for one in kills),
         "wrong_answers": sum(len(one["wrong"]) for one in kills),
         "tokens_from_tiers_of_successors": sum(one["next"]["from_tiers"] for one in kills),
         "left_in_shm": dict(Counter(name for one in kills for name in one["left_in_shm"])),
         "charged_bytes": sum(one["charged_bytes"] for one in kills),
-        "partial_files_at_most": max(one["partial_files"] for one in kills),
-        "others_ended": dict(Counter(ended(one).rpartition(" after")[0] for one in kills)),
-        "longest_start_seconds": max(one["next"]["start_seconds"] for one in kills),
     }
 
 

@@ -25,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -75,13 +76,10 @@ class Stage:
 
 @dataclass
 class Report:
-    """What the stages did.
+    """What the stages did, and commands that are left to run by hand.
 
     Attributes:
         folder: of logs, of the trial's tree and of what is to be read.
-        times: seconds by stage.
-        failures: by stage, one line.
-        left: commands to run by hand.
     """
 
     folder: Path
@@ -187,49 +185,34 @@ def run_stages(stages: Sequence[Stage], tree: Path, jobs: int, report: Report) -
     """Run stages, as many at a time as there is room for; each prints to a file of its own."""
     environment = dict(os.environ, KVPATCH="0", PYTHONPATH=f"{tree}:{tree / 'scripts'}")
     environment[provenance.TRIAL] = trial.REGISTRY
-    waiting = list(stages)
-    running: list[tuple[Stage, subprocess.Popen[bytes], float, Path]] = []
-    try:
-        while waiting or running:
-            while waiting and len(running) < jobs:
-                stage = waiting.pop(0)
-                log = report.folder / f"{stage.name}.log"
-                with log.open("wb") as output:
-                    process = subprocess.Popen(
-                        [tree / ".venv/bin/python", *stage.command],
-                        cwd=tree,
-                        env=environment,
-                        stdin=subprocess.DEVNULL,
-                        stdout=output,
-                        stderr=subprocess.STDOUT,
-                    )
-                running.append((stage, process, time.monotonic(), log))
-                print(f"{stage.name}: runs, see {log}", flush=True)
-            for one in list(running):
-                stage, process, begun, log = one
-                if process.poll() is not None:
-                    running.remove(one)
-                    why = why_failed(stage, process.returncode, log) if process.returncode else ""
-                    report.end(stage.name, time.monotonic() - begun, why, stage.by_hand)
-            time.sleep(0.2)
-    finally:
-        for _, process, _, _ in running:
-            process.terminate()
-            process.wait()
 
+    def run(stage: Stage) -> None:
+        log, begun = report.folder / f"{stage.name}.log", time.monotonic()
+        print(f"{stage.name}: runs, see {log}", flush=True)
+        with log.open("wb") as output:
+            code = subprocess.run(
+                [tree / ".venv/bin/python", *stage.command],
+                cwd=tree,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                check=False,
+            ).returncode
+        why = why_failed(stage, code, log) if code else ""
+        report.end(stage.name, time.monotonic() - begun, why, stage.by_hand)
 
-def wrong_lines(stage: Stage, log: Path) -> list[str]:
-    """Return the lines of a stage's output that say what is wrong; else its last one."""
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return [line for line in lines if re.search(stage.wrong, line)] or lines[-1:]
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(run, stages))
 
 
 def why_failed(stage: Stage, code: int, log: Path) -> str:
-    """Return in one line why a stage failed; print the others."""
-    lines = wrong_lines(stage, log)
-    for line in lines[1:SHOWN]:
+    """Return in one line why a stage failed, its last without a better one; print the others."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    wrong = [line for line in lines if re.search(stage.wrong, line)] or lines[-1:]
+    for line in wrong[1:SHOWN]:
         print(f"    {line[:300]}")
-    return f"exit status {code}: {lines[0][:300] if lines else 'nothing was printed'}"
+    return f"exit status {code}: {wrong[0][:300] if wrong else 'nothing was printed'}"
 
 
 def run_engines(
@@ -240,8 +223,9 @@ def run_engines(
     if runs_of(version) != version:
         print(f"the runs of the fence and of exhaustion are those of {runs_of(version)}")
     if arguments.sources_only or not ready or not make_environment(version, kernels, report):
-        left = [stage.by_hand for group in groups for stage in group]
-        report.left += left if "environment" in report.times else environment_first(version, left)
+        if "environment" not in report.times:
+            report.left.append(f"scripts/environment {version}")
+        report.left += [stage.by_hand for group in groups for stage in group]
         return
     tree = trial.make(version, report.folder / "tree")
     try:
@@ -253,11 +237,6 @@ def run_engines(
     finally:
         for path in trial.bring_back(version, tree):
             print(f"recorded: {path.relative_to(ROOT)}")
-
-
-def environment_first(version: str, left: list[str]) -> list[str]:
-    """Return commands, before them the one that makes their environment."""
-    return [f"scripts/environment {version}", *left]
 
 
 def show(found: moved.Moved, folder: Path) -> None:
@@ -289,20 +268,15 @@ def conclude(version: str, kernels: str, found: moved.Moved, report: Report) -> 
         print("Left to run, with the line in RELEASES:")
         print("".join(f"  {one}\n" for one in report.left))
     if found.to_read:
-        print(f"To read: {found.to_read} of the above. {READING.format(**names(version))}")
+        series = version.removesuffix(".0") if Version(version).micro == 0 else version
+        reading = READING.format(new=version, series=series)
+        print(f"To read: {found.to_read} of the above. {reading}")
     if not found.rows and not report.left:
         begin = "When that is read," if found.to_read else "Nothing moved:"
         print(LINE.format(begin=begin, line=trial.line_of(version)))
         if kernels != version:
             print(f'and for BORROWED in scripts/harness/environments.py: "{version}": "{kernels}"')
     return FAILED if report.failures else READ if found.to_read else 0
-
-
-def names(version: str) -> dict[str, str]:
-    """Return what ``READING`` says of a release."""
-    major, minor = Version(version).release[:2]
-    is_first = Version(version).micro == 0
-    return {"new": version, "series": f"{major}.{minor}" if is_first else version}
 
 
 def main() -> int:

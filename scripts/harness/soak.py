@@ -38,10 +38,13 @@ TIER_BLOCKS = 64
 SLOWEST_COPY = 0.2  # seconds, some ten steps: many blocks are freed under their copies
 LONGEST_HOLD = 1.0  # seconds in which no copy runs
 WARM = 0.2  # of the time, until descriptors, threads and memory are counted
-SAMPLES = 20  # of the memory, over the time
 GROWTH = 16 << 20  # bytes of the process's memory that are not taken for a leak
 # oneDNN keeps a compiled kernel, some 100 KiB, for each of the last 1024 shapes of a step.
 KERNELS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "8", "LRU_CACHE_CAPACITY": "8"}
+COUNTED = (
+    *("steps", "requests", "finished", "aborted", "preempted"),
+    *("trims", "shrinks", "resets", "holds", "neighbours"),
+)
 LONGEST = 48  # tokens a request generates at most
 BLOCK_BYTES = 4 * BLOCK * 4 * 64 * 2 * 4  # layers, tokens, heads, head size, K and V, float32
 
@@ -66,16 +69,11 @@ def reference(job: dict[str, Any]) -> dict[str, Any]:
 
     llm = engine(job["model"], 400)
     parameters = SamplingParams(temperature=0, max_tokens=LONGEST, ignore_eos=True)
-    return {
-        "tokens": [
-            list(
-                llm.generate({"prompt_token_ids": prompt}, parameters, use_tqdm=False)[0]
-                .outputs[0]
-                .token_ids
-            )
-            for prompt in prompts(job["seed"])
-        ]
-    }
+    tokens = []
+    for prompt in prompts(job["seed"]):
+        (one,) = llm.generate({"prompt_token_ids": prompt}, parameters, use_tqdm=False)
+        tokens.append(list(one.outputs[0].token_ids))
+    return {"tokens": tokens}
 
 
 def slow_copies(seed: int) -> None:
@@ -116,19 +114,11 @@ class Soak:
         self.truth = job["tokens"]
         self.running: dict[str, tuple[int, int]] = {}
         self.full_size = self.manager.mem_size
-        self.counts = dict.fromkeys(
-            (
-                *("steps", "requests", "finished", "aborted", "preempted"),
-                *("trims", "shrinks", "resets", "holds", "neighbours"),
-            ),
-            0,
-        )
+        self.counts = dict.fromkeys(COUNTED, 0)
         self.process = psutil.Process()
         self.holder: threading.Thread | None = None  # of copies
         self.neighbour: Neighbour | None = None
         self.warm: dict[str, int] = {}
-        self.memory: list[int] = []  # bytes, at SAMPLES moments
-        self.cached = self.longest_hold = 0
         self.wrong: list[dict[str, Any]] = []
         after(self.scheduler, "schedule", self._scheduled)
 
@@ -198,25 +188,19 @@ class Soak:
             self.neighbours()
         if self.holder is not None:
             self.holder.join()
+        ctypes.CDLL(None).malloc_trim(0)
+        memory = self.process.memory_info()
+        tier = self.scheduler.connector.connector_scheduler.manager
+        unwritten = (TIER_BLOCKS - tier._num_allocated_chunks) * BLOCK_BYTES
         return {
             "descriptors": self.process.num_fds(),
             # vLLM keeps the streams that it once needed, and each is a thread here.
             "threads": len(set(threading.enumerate()) - set(streams._threads)),
             "native threads": self.process.num_threads() - threading.active_count(),
-            "bytes": self.own_memory(),
+            # Not what it shares with the device. Pages come as they are first written; those of
+            # the tier count from the beginning.
+            "bytes": memory.rss - memory.shared + unwritten,
         }
-
-    def own_memory(self) -> int:
-        """Return the bytes of memory that this process does not share with the device.
-
-        Pages come as they are first written; those of the tier count from the beginning.
-        """
-        ctypes.CDLL(None).malloc_trim(0)
-        memory = self.process.memory_info()
-        tier = self.scheduler.connector.connector_scheduler.manager
-        unwritten = (TIER_BLOCKS - tier._num_allocated_chunks) * BLOCK_BYTES
-        own: int = memory.rss - memory.shared + unwritten
-        return own
 
     def add(self) -> None:
         """Start a request with one of the prompts, some of them more often than others."""
@@ -242,7 +226,6 @@ class Soak:
             index, tokens = self.running.pop(output.request_id)
             found = list(output.outputs[0].token_ids)
             self.counts["finished"] += 1
-            self.cached += output.num_cached_tokens or 0
             if found != self.truth[index][:tokens]:
                 self.wrong.append(
                     {"prompt": index, "tokens": found, "plain": self.truth[index][:tokens]}
@@ -260,8 +243,6 @@ class Soak:
             self.once()
             if not self.warm and time.monotonic() - begun > WARM * seconds:
                 self.warm = self.resources()
-            if time.monotonic() - begun > len(self.memory) * seconds / SAMPLES:
-                self.memory.append(self.own_memory())
             if time.monotonic() - reported > 10:
                 reported = time.monotonic()
                 line = ", ".join(f"{count} {name}" for name, count in self.counts.items())
@@ -326,12 +307,10 @@ def soak(job: dict[str, Any]) -> dict[str, Any]:
     return {
         "asynchronous": running.core.batch_queue is not None,
         "counts": running.counts,
-        "cached_tokens": running.cached,
         "wrong": running.wrong,
         "fence": vars(kept.counters),
         "checked": running.llm.collective_rpc(checked),
         "resources": {"warm": running.warm, "end": running.resources()},
-        "memory": running.memory,
         "left": running.left(),
     }
 

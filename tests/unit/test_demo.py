@@ -10,6 +10,7 @@ pytest.importorskip("httpx")
 pytest.importorskip("matplotlib")
 pytest.importorskip("tokenizers")
 
+import httpx
 from bench_results import cycle
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
@@ -19,9 +20,9 @@ from harness.console import HarnessError, Row
 from harness.demo import models as of_models
 from harness.demo import report
 from harness.demo.conversations import QUESTIONS, Answer, Conversation, at_once, passages
-from harness.demo.models import models
-from harness.demo.options import GENERATED, REAL
+from harness.demo.models import GENERATED, QUICK, REAL, models
 from harness.demo.servers import BLOCK_TOKENS, IDLE_PAGES, KVPATCH, MODELS, PLAIN, TIERED, Device
+from harness.demo.verdict import Held
 
 # Layers and KV heads.
 REAL_SHAPE, GENERATED_SHAPE = (30, 3), (4, of_models.KV_HEADS)
@@ -42,17 +43,12 @@ def words():
     return made
 
 
-@pytest.mark.parametrize(
-    ("shape", "load"),
-    [
-        (REAL_SHAPE, REAL.full),
-        (REAL_SHAPE, REAL.quick),
-        (GENERATED_SHAPE, GENERATED.full),
-        (GENERATED_SHAPE, GENERATED.quick),
-    ],
-)
-def test_one_peak_fits_beside_an_idle_engine_and_not_in_a_half(tmp_path, shape, load):
-    one = device(tmp_path, shape, load.opening + 180, load.conversations)
+@pytest.mark.parametrize("conversations", [REAL.conversations, QUICK])
+@pytest.mark.parametrize(("shape", "load"), [(REAL_SHAPE, REAL), (GENERATED_SHAPE, GENERATED)])
+def test_one_peak_fits_beside_an_idle_engine_and_not_in_a_half(
+    tmp_path, shape, load, conversations
+):
+    one = device(tmp_path, shape, load.opening + 180, conversations)
     blocks = one.together * -(-one.longest // BLOCK_TOKENS) + 1
     peak = -(-blocks // (one.page_bytes // one.block_bytes)) + 1  # what unmapped addresses show
     assert one.pages // 2 < peak <= one.pages - IDLE_PAGES < 2 * peak
@@ -82,15 +78,37 @@ def test_a_passage_is_the_beginning_of_a_page_and_no_two_are_the_same(words):
     assert found == passages(words, 500, 16)
 
 
-def test_a_conversation_has_a_page_first_and_then_a_question():
+def answered(request):
+    """What a server answers: as many tokens as it was asked for, and what it ended with."""
+    asked = json.loads(request.content)
+    said = asked["messages"][-1]["content"]
+    choice = {
+        "token_ids": [5] * (1 if "cut" in said else asked["max_tokens"]),
+        "logprobs": {"content": [{"logprob": -0.5}]},
+        "message": {"content": "Yes."},
+        "finish_reason": "abort" if "cut" in said else "length",
+    }
+    return httpx.Response(200, json={"prompt_token_ids": [1, 2], "choices": [choice]})
+
+
+@pytest.fixture
+def client():
+    with httpx.Client(base_url="http://demo", transport=httpx.MockTransport(answered)) as client:
+        yield client
+
+
+def test_a_conversation_has_a_page_first_and_then_a_question(client):
     one = Conversation(3, "A page.")
-    assert one.turn == 0
-    (said,) = one.say()
-    assert "A page." in said["content"] and said["content"].endswith(QUESTIONS[0])
-    assert one.turn == 1
-    one.hear(Answer(3, 1, text="Yes."))
-    assert [message["content"] for message in one.say()[1:]] == ["Yes.", QUESTIONS[1]]
-    assert one.turn == 2
+    assert one.ask(client, REAL) == Answer(3, 1, [1, 2], [5] * 24, [-0.5], "Yes.")
+    said = [message["content"] for message in one.history]
+    assert "A page." in said[0] and said[0].endswith(QUESTIONS[0])
+    assert one.ask(client, REAL).turn == 2
+    assert [message["content"] for message in one.history[1:]] == ["Yes.", QUESTIONS[1], "Yes."]
+
+
+def test_an_answer_that_ends_too_early_is_an_error(client):
+    with pytest.raises(HarnessError, match="after 1 of 24 tokens"):
+        Conversation(3, "cut").ask(client, REAL)
 
 
 def test_a_failure_does_not_wait_for_the_other_calls():
@@ -127,7 +145,7 @@ def test_where_the_real_model_cannot_be_had_it_says_so_in_a_sentence(monkeypatch
         "SmolLM2-135M-Instruct cannot be had here (pip could not install it), so the models are "
         "two with random weights, whose answers are noise"
     )
-    assert not found.real and found.loads is GENERATED
+    assert not found.real and found.load is GENERATED
     assert found.folders == {"first": Path("7-8"), "second": Path("8-8")}
     assert models(generated=True, say=lines.append) == found
     assert lines == [line], "nobody asked for the real one"
@@ -140,45 +158,42 @@ def test_the_real_model_is_taken_where_it_is(monkeypatch, tmp_path):
     kept.mkdir(parents=True)
     (kept / "model.safetensors").touch()
     found = models(generated=False, say=lambda text: pytest.fail(f"it was got again: {text}"))
-    assert found.real and found.loads is REAL
+    assert found.real and found.load is REAL
     assert found.folders == dict.fromkeys(MODELS, kept)
 
 
-def content(tmp_path, real):
-    answers = [Answer(1, turn, [1] * 9, [2], [-0.1], "So <b>.", True, 0.5) for turn in (1, 2)]
+def written(folder, said):
+    """The page of a report."""
     static = cycle(300 << 20, 300 << 20, 0.0)
     static["timeline"]["mapped"] = {"first": [0, 0, 0], "second": [0, 0, 0]}
-    counted = {"computed": 5, "from_cache": 2, "from_tier": 2}
-    said = report.said(answers, [Conversation(1, "Title\n***\nText")]) if real else []
-    return report.Content(
-        failures=[],
-        rows=[Row("of something", "1 MiB", "a note")] * 5,
-        environment=[Row("Command", "scripts/demo")],
-        device=device(tmp_path, REAL_SHAPE, 1280, 6),
-        cycles={PLAIN.title: static, KVPATCH.title: cycle(420 << 20, 120 << 20, 1.0)},
-        returned={"plain": counted, "ours": counted},
-        said=said,
-        status_lines=["KV on elastic memory: yes"],
-    )
+    counted = {"first_returns": {"computed": 5, "from_cache": 2, "from_tier": 2}}
+    held = {
+        PLAIN: Held(counted=counted, cycle=static),
+        TIERED: Held(counted=counted),
+        KVPATCH: Held(counted=counted, cycle=cycle(420 << 20, 120 << 20, 1.0)),
+    }
+    rows = [Row("of something", "1 MiB", "a note")] * 5
+    one = device(folder, REAL_SHAPE, 1280, 6)
+    tables = {"failures": [], "figures": rows, "environment": rows, "said": said}
+    return report.write(folder, one, held, **tables).read_text()
 
 
-def test_the_report_begins_with_two_models_on_one_device(tmp_path):
-    page = report.write(content(tmp_path, real=True), tmp_path).read_text()
-    assert page.count("<svg") == 2
-    first = page[page.index("<svg") : page.index("</svg>")]
-    assert PLAIN.title in first and KVPATCH.title in first and "half of the device" in first
-    assert "tokens of returning prompts" in page[page.index("</svg>") :]
+def test_the_report_has_two_models_on_one_device_and_what_was_said(tmp_path):
+    answers = [Answer(1, turn, text="So <b>.", ended=True) for turn in (1, 2)]
+    page = written(tmp_path, report.said(answers, [Conversation(1, "Title\n***\nText")]))
+    picture = page[page.index("<svg") : page.index("</svg>")]
+    assert all(title in picture for title in report.TITLES.values())
+    assert "half of the device" in picture
+    assert "<th>kvpatch</th>\n<td>5</td><td>2</td><td>2</td></tr>" in page
     assert "So &lt;b&gt;." in page and "Title" in page and "***" not in page
 
 
 def test_noise_is_not_shown_as_text(tmp_path):
-    page = report.write(content(tmp_path, real=False), tmp_path).read_text()
-    assert page.count("<svg") == 2
-    assert "What was said" not in page
+    assert "What was said" not in written(tmp_path, [])
 
 
 def test_an_answer_that_was_cut_shows_it():
     one = Conversation(1, "Title\nText")
     cut, ended = (Answer(1, 1, text="So ", ended=ended) for ended in (False, True))
-    assert [line.answer for line in report.said([cut, ended], [one])] == ["So ...", "So"]
+    assert [line.value for line in report.said([cut, ended], [one])] == ["So ...", "So"]
     assert report.said([Answer(2, 1)], [one]) == []

@@ -12,74 +12,64 @@ from kvpatch.supported import KVCACHED_SDISTS
 PASSED = Outcome("passed")
 REFUSED = Outcome("failed", "[KVP302] NixlConnector is not validated")
 WRONG = Outcome("failed", "assert 1 == 2")
+SKIPPED = Outcome("skipped", "why")
+OTHER = "kinds of KV cache"
 (NUMBERS,) = (one for one in causes.CAUSES if one.varies)
 TEST = "tests/v1/core/test_scheduler.py::test_one"
 
 
-def verdict(off, on, **listed):
+def verdict(off, on, cause=None):
     return compare.verdict(
-        {TEST: off}, {} if on is None else {TEST: on}, {TEST: listed["cause"]} if listed else {}
+        {TEST: off} if off else {}, {TEST: on} if on else {}, {TEST: cause} if cause else {}
     )
 
 
-def test_a_test_that_passes_in_both_is_right():
-    assert verdict(PASSED, PASSED) == []
+@pytest.mark.parametrize(
+    ("off", "on", "cause"),
+    [
+        (PASSED, PASSED, None),
+        (PASSED, REFUSED, "connector"),
+        # It also decides how far a test comes that fails of another cause.
+        (PASSED, PASSED, NUMBERS.name),
+        (PASSED, REFUSED, NUMBERS.name),
+        # What fails without kvpatch is not compared.
+        (WRONG, PASSED, None),
+        (WRONG, WRONG, None),
+    ],
+)
+def test_what_is_right(off, on, cause):
+    assert verdict(off, on, cause) == []
 
 
-@pytest.mark.parametrize("on", [WRONG, None, Outcome("skipped", "why")])
-def test_a_test_that_does_not_pass_with_kvpatch_is_wrong_without_a_cause(on):
-    (line,) = verdict(PASSED, on)
-    assert line.startswith(f"{TEST} passes without kvpatch, and with it is ")
+FAILED = "with kvpatch is failed"
+BEFORE = "is listed, and without kvpatch is"
 
 
-def test_a_cause_does_not_list_a_test():
-    (line,) = verdict(PASSED, REFUSED)
-    assert line == f"{TEST} is not listed, and with kvpatch is failed: {REFUSED.words}"
-
-
-def test_a_listed_test_that_fails_of_its_cause_is_right():
-    assert verdict(PASSED, REFUSED, cause="connector") == []
-
-
-def test_a_listed_test_that_fails_of_another_cause_is_wrong():
-    (line,) = verdict(PASSED, REFUSED, cause="kinds of KV cache")
-    assert line.startswith(f"{TEST} is listed as kinds of KV cache, and with kvpatch is failed")
-
-
-def test_a_listed_test_that_fails_without_any_cause_is_wrong():
-    (line,) = verdict(PASSED, WRONG, cause="connector")
-    assert line.startswith(f"{TEST} passes without kvpatch, and with it is failed: assert")
-
-
-def test_a_listed_test_that_passes_makes_the_list_stale():
-    assert verdict(PASSED, PASSED, cause="connector") == [
-        f"{TEST} is listed as connector, and passes"
-    ]
+@pytest.mark.parametrize(
+    ("off", "on", "cause", "words"),
+    [
+        (PASSED, WRONG, None, "passes without kvpatch, and with it is failed"),
+        (PASSED, None, None, "passes without kvpatch, and with it is absent"),
+        (PASSED, SKIPPED, None, "passes without kvpatch, and with it is skipped"),
+        (PASSED, WRONG, "connector", "passes without kvpatch, and with it is failed: assert"),
+        (PASSED, REFUSED, None, f"is not listed, and {FAILED}: {REFUSED.words}"),
+        (PASSED, REFUSED, OTHER, f"is listed as {OTHER}, and {FAILED}"),
+        (PASSED, PASSED, "connector", "is listed as connector, and with kvpatch is passed"),
+        (WRONG, PASSED, "connector", f"{BEFORE} failed: {WRONG.words}"),
+        (WRONG, REFUSED, "connector", f"{BEFORE} failed: {WRONG.words}"),
+        (WRONG, REFUSED, NUMBERS.name, f"{BEFORE} failed: {WRONG.words}"),
+        (None, None, "connector", f"{BEFORE} absent"),
+    ],
+)
+def test_what_is_wrong(off, on, cause, words):
+    (line,) = verdict(off, on, cause)
+    assert line.startswith(f"{TEST} {words}")
 
 
 def test_what_varies_from_run_to_run_may_be_listed_and_may_pass(monkeypatch):
-    """It also decides how far a test comes that fails of another cause."""
-    assert verdict(PASSED, PASSED, cause=NUMBERS.name) == []
-    assert verdict(PASSED, REFUSED, cause=NUMBERS.name) == []
     monkeypatch.setattr(compare, "cause_of", lambda test, found: NUMBERS)
     assert verdict(PASSED, WRONG) == []
-    assert verdict(PASSED, WRONG, cause="connector") == []
-
-
-@pytest.mark.parametrize("on", [PASSED, REFUSED])
-def test_a_listed_test_that_fails_without_kvpatch_makes_the_list_stale(on):
-    (line,) = verdict(WRONG, on, cause="connector")
-    assert line == f"{TEST} is listed, and without kvpatch is failed: {WRONG.words}"
-
-
-def test_a_listed_test_that_is_gone_makes_the_list_stale():
-    (line,) = compare.verdict({}, {}, {TEST: "connector"})
-    assert line.startswith(f"{TEST} is listed, and without kvpatch is absent")
-
-
-@pytest.mark.parametrize("on", [PASSED, WRONG])
-def test_a_test_that_fails_without_kvpatch_is_not_compared(on):
-    assert verdict(WRONG, on) == []
+    assert verdict(PASSED, WRONG, "connector") == []
 
 
 def test_every_cause_is_of_somebody_and_of_tests_that_are_listed():
@@ -120,7 +110,6 @@ def test_the_page_has_what_was_recorded(monkeypatch):
     text = page.render()
     assert "- `kvcached` is not recorded yet." in text
     assert "| `core` | 3 of 4 | 1 of 4 | 2 | 2 | 60 and 70 | 0.1 |" in text
-    assert "    - `core/test_scheduler.py`: `test_one` (2)" in text
     assert "| connector | kvpatch | 2 |" in text
     assert "KVP406" not in text
 
@@ -131,8 +120,3 @@ def test_the_tests_are_those_of_the_newest_release_with_a_cpu_build():
     version, hashes = pinned["kvcached"]
     assert hashes == {KVCACHED_SDISTS[version]}
     assert all(hashes for _, hashes in pinned.values())
-
-
-def test_tests_are_named_by_file_with_the_number_of_their_parameters():
-    tests = ["tests/v1/core/a.py::one[x]", "tests/v1/core/a.py::one[y]", "tests/v1/core/a.py::two"]
-    assert page.by_file(tests) == [("core/a.py", "`one` (2), `two`")]

@@ -20,6 +20,7 @@ NO_SPARE_PAGES = {"KVCACHED_MIN_RESERVED_PAGES": "0", "KVCACHED_MAX_RESERVED_PAG
 # What an engine without a request has mapped: the page of block 0, which is never given back,
 # and the page that all unmapped addresses show.
 IDLE_PAGES = 2
+MODELS = (FIRST, SECOND)
 
 
 @dataclass(frozen=True)
@@ -79,63 +80,53 @@ class Device:
         return arguments(size // self.block_bytes, BLOCK_TOKENS, longest, self.together)
 
 
-def halves(device: Device, slug: str) -> Kind:
-    """Return plain vLLM on its half of the device."""
-    environment = {"KVPATCH": "0", **ONE_THREAD}
-    return Kind("plain vLLM", f"plain-{slug}", device.arguments(device.half), environment)
-
-
-def tiered(device: Device, slug: str) -> Kind:
-    """Return plain vLLM on its half of the device, with its own CPU tier of the same size.
-
-    Its connector and its workers are vLLM's; what they call below them is the host device's.
-    """
-    config = connectors.offloading(int(float(device.tier_gib) * (1 << 30)), without_kvpatch=True)
-    plain = halves(device, slug)
-    return Kind(
-        "plain vLLM with its tier",
-        f"tier-{slug}",
-        plain.arguments | {"kv-transfer-config": json.dumps(config)},
-        plain.environment,
-    )
-
-
-def shared(device: Device, slug: str) -> Kind:
-    """Return vLLM with kvpatch on a device that another has as well."""
-    return Kind(
-        "vLLM with kvpatch",
-        f"kvpatch-{slug}",
-        device.arguments(device.size) | {"kv-offloading-size": device.tier_gib},
-        {
-            "KVPATCH": "1",
-            **NO_SPARE_PAGES,
-            **KEEPS_NOTHING,
-            **ONE_THREAD,
-            "KVPATCH_HOST_DEVICE": str(device.size),
-            # vLLM's share of a device is of its whole; what is free decides.
-            "KVCACHED_GPU_UTILIZATION": "1.0",
-        },
-    )
-
-
 @dataclass(frozen=True)
 class Way:
     """One way for two models to have a device.
 
     Attributes:
-        name: in messages.
-        title: over its picture; empty for the same picture as another's.
-        kind: returns the server of a model.
+        name: in messages and in the report.
+        slug: in the names of its files.
+        arguments, environment: of a server, besides those of all.
+        elastic: whether the models share the device; else each has a half.
     """
 
     name: str
-    title: str
-    kind: Callable[[Device, str], Kind]
+    slug: str
+    arguments: Callable[[Device], dict[str, str]]
+    environment: Callable[[Device], dict[str, str]]
+    elastic: bool = False
+
+    def kind(self, device: Device, model: str) -> Kind:
+        """Return the server of a model."""
+        size = device.size if self.elastic else device.half
+        return Kind(
+            f"{self.name}, {model} model",
+            f"{self.slug}-{model}",
+            device.arguments(size) | self.arguments(device),
+            ONE_THREAD | self.environment(device),
+        )
 
 
-PLAIN = Way(
-    "plain vLLM", "plain vLLM, with a tier or without: a static half for each, used or not", halves
+def _own_tier(device: Device) -> dict[str, str]:
+    """Return the connector of vLLM's own CPU tier: what it calls is the host device's."""
+    config = connectors.offloading(int(float(device.tier_gib) * (1 << 30)), without_kvpatch=True)
+    return {"kv-transfer-config": json.dumps(config)}
+
+
+PLAIN = Way("plain vLLM", "plain", lambda _: {}, lambda _: {"KVPATCH": "0"})
+TIERED = Way("plain vLLM with its tier", "tier", _own_tier, PLAIN.environment)
+KVPATCH = Way(
+    "kvpatch",
+    "kvpatch",
+    lambda device: {"kv-offloading-size": device.tier_gib},
+    lambda device: {
+        "KVPATCH": "1",
+        **NO_SPARE_PAGES,
+        **KEEPS_NOTHING,
+        "KVPATCH_HOST_DEVICE": str(device.size),
+        # vLLM's share of a device is of its whole; what is free decides.
+        "KVCACHED_GPU_UTILIZATION": "1.0",
+    },
+    elastic=True,
 )
-TIERED = Way("plain vLLM with its tier", "", tiered)
-KVPATCH = Way("kvpatch", "kvcached + kvpatch: a model that is idle lends its memory", shared)
-MODELS = (FIRST, SECOND)

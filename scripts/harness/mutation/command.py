@@ -10,6 +10,7 @@ open: a test is missing.
 
 import json
 import math
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
@@ -56,24 +57,21 @@ def _run(screen: console.Screen, paths: Sequence[str], jobs: int, only_open: boo
     left = 0
     for path in paths:
         found = _mutants(path)
-        before = _results().get(path)
-        known = [] if before is None else before["survivors"]
-        tried = found
-        if only_open and before is not None:
-            names = {one["mutant"] for one in known if one["verdict"] == "open"}
-            tried = [mutant for mutant in found if mutant.id in names]
-        survivors = _survivors(path, tried, jobs)
-        if tried is not found:
-            others = {one["mutant"] for one in known if one["verdict"] != "open"}
-            survivors += [mutant for mutant in found if mutant.id in others]
-            survivors.sort(key=found.index)
+        known = _results().get(path, {}).get("survivors") if only_open else None
+        verdict = {} if known is None else {one["mutant"]: one["verdict"] for one in known}
+        tried = [one for one in found if known is None or verdict.get(one.id) == "open"]
+        noticed = _noticed_of(path, tried, jobs)
+        survivors = [
+            one for one in found if (one.id not in noticed if one in tried else one.id in verdict)
+        ]
         entry = _entry(path, found, survivors)
         still_open = [one for one in entry["survivors"] if one["verdict"] == "open"]
         left += len(still_open)
         screen.say(f"{path}: {len(found)} mutants, {len(survivors)} not noticed by unit tests")
         for one in still_open:
             screen.say(f"  line {one['line']}: {one['mutant']}", style="red")
-        for name in _stale(path, found):
+        names = {mutant.id for mutant in found}
+        for name in (name for name in verdicts.of(path) if name not in names):
             screen.say(f"  a verdict for no mutant: {name}", style="yellow")
         _write(_results() | {path: entry})  # another module may have been written meanwhile
     return 1 if left else 0
@@ -84,14 +82,11 @@ def _results() -> dict[str, Any]:
     return json.loads(RESULTS.read_text())["modules"] if RESULTS.is_file() else {}
 
 
-def _survivors(path: str, tried: Sequence[Mutant], jobs: int) -> list[Mutant]:
-    if not tried:
-        return []
+def _noticed_of(path: str, tried: Sequence[Mutant], jobs: int) -> set[str]:
     jobs = min(jobs, len(tried))
     parts = [[*tried[index::jobs]] for index in range(jobs)]
-    with ProcessPoolExecutor(jobs) as pool:
-        noticed = set().union(*pool.map(_noticed, [path] * jobs, parts))
-    return [mutant for mutant in tried if mutant.id not in noticed]
+    with ProcessPoolExecutor(jobs or 1) as pool:
+        return set().union(*pool.map(_noticed, [path] * jobs, parts))
 
 
 def _noticed(path: str, tried: Sequence[Mutant]) -> set[str]:
@@ -104,16 +99,11 @@ def _noticed(path: str, tried: Sequence[Mutant]) -> set[str]:
 
 
 def _entry(path: str, found: Sequence[Mutant], survivors: Sequence[Mutant]) -> dict[str, Any]:
-    listed = []
-    for mutant in survivors:
-        verdict, why = "open", ""
-        for name, table in (
-            ("equivalent", verdicts.EQUIVALENT),
-            ("elsewhere", verdicts.ELSEWHERE),
-        ):
-            if mutant.id in table.get(path, {}):
-                verdict, why = name, table[path][mutant.id]
-        listed.append({"mutant": mutant.id, "line": mutant.line, "verdict": verdict, "why": why})
+    known = verdicts.of(path)
+    listed = [
+        {"mutant": one.id, "line": one.line} | known.get(one.id, {"verdict": "open", "why": ""})
+        for one in survivors
+    ]
     return {
         "mutants": len(found),
         "noticed": len(found) - len(survivors),
@@ -122,21 +112,13 @@ def _entry(path: str, found: Sequence[Mutant], survivors: Sequence[Mutant]) -> d
     }
 
 
-def _stale(path: str, found: Sequence[Mutant]) -> list[str]:
-    names = {mutant.id for mutant in found}
-    tables = (verdicts.EQUIVALENT, verdicts.ELSEWHERE)
-    return [name for table in tables for name in table.get(path, {}) if name not in names]
-
-
 def _write(modules: dict[str, Any]) -> None:
     """Write the results, by module, with their sums first."""
-    count = {"mutants": 0, "noticed": 0, "equivalent": 0, "elsewhere": 0, "open": 0}
     ordered = {path: modules[path] for path in MODULES if path in modules}
+    count: Counter[str] = Counter(mutants=0, noticed=0, equivalent=0, elsewhere=0, open=0)
     for entry in ordered.values():
-        count["mutants"] += entry["mutants"]
-        count["noticed"] += entry["noticed"]
-        for one in entry["survivors"]:
-            count[one["verdict"]] += 1
+        count.update(mutants=entry["mutants"], noticed=entry["noticed"])
+        count.update(one["verdict"] for one in entry["survivors"])
     real = count["mutants"] - count["equivalent"]
     share = math.floor(1000 * count["noticed"] / real) / 10 if real else 0.0
     summary = {**count, "noticed_of_not_equivalent_percent": share}

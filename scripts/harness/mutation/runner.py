@@ -53,12 +53,7 @@ def scratch_tree() -> Iterator[Path]:
 
 
 class Module:
-    """A module in a scratch tree, and its tests.
-
-    Args:
-        tree: the scratch tree.
-        path: the module's path in it.
-        tests: paths of the tests in it.
+    """A module at a path in a scratch tree, and its tests.
 
     Raises:
         HarnessError: the tests fail without a change.
@@ -70,9 +65,7 @@ class Module:
         self._path = tree / path
         self._source = self._path.read_bytes()
         quick = [test for test in tests if test not in SLOW]
-        self._tests = [
-            group for group in (quick, *([test] for test in SLOW if test in tests)) if group
-        ]
+        self._tests = [*filter(None, [quick]), *([test] for test in SLOW if test in tests)]
         self.seconds = 0.0
         self.check()
 

@@ -29,8 +29,6 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "around_build: (getattr(job, side),) -> list((getattr(job, side),))[:1]": (
             "it has one element"
         ),
-        "around_release: [(0, released), *held] if released else held -> "
-        "([(0, released), *held])": "kvcached drops an entry of epoch 0 without pages at once",
     },
     f"{FEATURES}/suspend/share.py": {
         "Share.__init__: 0.0 -> (0.0 + 1)": "what is above 0 is not kept for the next share",
@@ -56,12 +54,6 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "_tight: memory is None or taken == 0 -> ((memory is None))": (
             "nothing is never more than what is free"
         ),
-    },
-    f"{FEATURES}/offloading/cpu_tier.py": {
-        '_offloading: extra.get("cpu_bytes_to_use") or 0 -> ((extra.get("cpu_bytes_to_use")))': (
-            "a tier without a size is left out, as one of no bytes is"
-        ),
-        "of: continue -> pass": "nothing follows in the loop",
     },
     f"{FEATURES}/offloading/rules.py": {
         "_scheduler: requested is None or not isinstance(requested, type) -> "
@@ -127,3 +119,13 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         ),
     },
 }
+
+
+def of(module: str) -> dict[str, dict[str, str]]:
+    """Return the verdict of each mutant of a module, and why."""
+    tables = {"equivalent": EQUIVALENT, "elsewhere": ELSEWHERE}
+    return {
+        mutant: {"verdict": name, "why": why}
+        for name, table in tables.items()
+        for mutant, why in table.get(module, {}).items()
+    }

@@ -44,5 +44,5 @@ def _run(screen: console.Screen, suites: Sequence[Suite]) -> int:
             screen.fail(line)
         failed += len(unknown)
         if not unknown:
-            results.write(suite, head, results.of(suite, off, on))
+            results.write(suite, head, results.of(off, on, causes))
     return int(failed > 0)

@@ -38,21 +38,14 @@ def verdict(off: Tests, on: Tests, listed: Listed) -> list[str]:
     """
     found = differences(off, on)
     causes, wrong = caused(found)
-    for test, one in sorted(found.items()):
-        if test not in causes or VARYING & {causes[test], listed.get(test)}:
-            continue
-        if test not in listed:
-            wrong.append(f"{test} is not listed, and with kvpatch is {_said(one)}")
-        elif listed[test] != causes[test]:
-            wrong.append(f"{test} is listed as {listed[test]}, and with kvpatch is {_said(one)}")
-    for test in sorted(set(listed) - set(found)):
-        if off.get(test, ABSENT).outcome == "passed":
-            if listed[test] in VARYING:
-                continue
-            wrong.append(f"{test} is listed as {listed[test]}, and passes")
-        else:
-            before = off.get(test, ABSENT)
+    for test in sorted(found.keys() | listed.keys()):
+        old, new, before = listed.get(test), causes.get(test), off.get(test, ABSENT)
+        if before.outcome != "passed":
             wrong.append(f"{test} is listed, and without kvpatch is {_said(before)}")
+        elif old != new and not VARYING & {old, new} and (new or test not in found):
+            now = _said(found[test]) if test in found else "passed"
+            was = f"listed as {old}" if old else "not listed"
+            wrong.append(f"{test} is {was}, and with kvpatch is {now}")
     return wrong
 
 

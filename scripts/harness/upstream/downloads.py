@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
-from harness import ROOT, pins
+from harness import ROOT, pins, venvs
 from harness.console import HarnessError
 from harness.matrix import sources
 from harness.upstream import stand_ins
@@ -30,32 +30,31 @@ def releases() -> dict[str, str]:
     return {name: pinned[name][0] for name in KEPT}
 
 
-def folder() -> Path:
-    """Return where the downloads are, which is another place for other pins."""
-    made_of = (PINS, Path(__file__), Path(stand_ins.__file__))
-    mark = hashlib.sha256(b"".join(path.read_bytes() for path in made_of)).hexdigest()
-    return sources.cache().with_name("upstream") / mark[:12]
-
-
 def made() -> Path:
-    """Return ``folder``, with the tests of ``KEPT``, ``packages`` and the stand-ins ``hub``.
+    """Return a folder with the tests of ``KEPT``, ``packages`` and the stand-ins ``hub``.
+
+    It is another one for other pins, as other checkouts may have them.
 
     Raises:
         HarnessError: something could not be downloaded.
     """
-    into = folder()
-    if not into.exists():
-        into.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=into.parent) as temporary:
-            made = Path(temporary) / "made"
-            _packages(made / "packages")
-            for name in KEPT:
-                archive = _sdist(name, made / "packages", Path(temporary))
-                _extract(archive, KEPT[name], made / name)
-            stand_ins.make(made / "hub")
-            if not into.exists():  # another run may have been faster
-                made.rename(into)
-    return into
+    made_of = (PINS, Path(__file__), Path(stand_ins.__file__))
+    mark = hashlib.sha256(b"".join(path.read_bytes() for path in made_of)).hexdigest()[:12]
+    folder = sources.cache().with_name("upstream") / mark
+    return venvs.made(folder, mark, lambda: _make(folder))
+
+
+def _make(into: Path) -> None:
+    # What the tests and vLLM's set-up import.
+    packages = into / "packages"
+    packages.mkdir(parents=True)
+    wanted = set(pins.pinned(PINS.read_text())) - set(KEPT)
+    file = _requirements(*wanted, into=packages)
+    _pip(("install", "--target", str(packages), "-r", str(file)))
+    for name in KEPT:
+        with tempfile.TemporaryDirectory() as temporary:
+            _extract(_sdist(name, packages, Path(temporary)), KEPT[name], into / name)
+    stand_ins.make(into / "hub")
 
 
 def _requirements(*wanted: str, into: Path) -> Path:
@@ -64,14 +63,6 @@ def _requirements(*wanted: str, into: Path) -> Path:
     file = into / "requirements.txt"
     file.write_text("\n".join(lines) + "\n")
     return file
-
-
-def _packages(into: Path) -> None:
-    """Install what the tests and vLLM's set-up import."""
-    into.mkdir(parents=True)
-    wanted = set(pins.pinned(PINS.read_text())) - set(KEPT)
-    file = _requirements(*wanted, into=into)
-    _pip(("install", "--target", str(into), "-r", str(file)))
 
 
 def _sdist(name: str, packages: Path, into: Path) -> Path:

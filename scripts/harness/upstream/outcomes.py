@@ -1,4 +1,4 @@
-"""A pytest plug-in: what became of each test, a line of JSON each, so that a run may be killed.
+"""A pytest plug-in: what became of each test, and where an error was raised, as JSON.
 
 In the process of vLLM's or kvcached's tests; ``harness.upstream.OUTCOMES`` names the file.
 """
@@ -18,7 +18,7 @@ from harness.upstream import OUTCOMES
 # 0.3 s after each, and vLLM has this mark for them.
 TEARS_DOWN = {"dist_init", "workspace_init"}
 
-_seen: dict[str, dict[str, Any]] = {}
+_found: dict[str, dict[str, str]] = {}
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -36,20 +36,19 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
 def pytest_collectreport(report: pytest.CollectReport) -> None:
     """Note a file that cannot be collected, or that skips itself."""
     if report.outcome != "passed":
-        _write(report.nodeid, report.outcome, _words(report))
+        pytest_runtest_logreport(report)
 
 
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Note the worst of a test's set-up, call and end."""
-    seen = _seen.setdefault(report.nodeid, {"outcome": "passed", "words": ""})
+def pytest_runtest_logreport(report: Any) -> None:
+    """Note the first of a test's set-up, call and end that did not pass."""
+    seen = _found.setdefault(report.nodeid, {"outcome": "passed", "words": ""})
     if report.outcome != "passed" and seen["outcome"] == "passed":
         seen.update(outcome=report.outcome, words=_words(report))
-    if report.when == "teardown":
-        _write(report.nodeid, **_seen.pop(report.nodeid))
 
 
 def pytest_sessionfinish() -> None:
     """End the processes that a failed test left: Python would wait for them at its end."""
+    Path(os.environ[OUTCOMES]).write_text(json.dumps(_found))
     for child in multiprocessing.active_children():
         child.kill()
 
@@ -65,8 +64,3 @@ def _words(report: Any) -> str:
     where = re.sub(r"^.*(site-packages/|/(?=kvpatch/)|tests/)", "", crash.path)
     refused = re.search(r"\[KVP\d+\]", message)  # at the end of a sentence
     return f"{message[:400]}{' ' + refused[0] if refused else ''} [{where}]"
-
-
-def _write(test: str, outcome: str, words: str) -> None:
-    with Path(os.environ[OUTCOMES]).open("a") as file:
-        file.write(json.dumps({"test": test, "outcome": outcome, "words": words}) + "\n")

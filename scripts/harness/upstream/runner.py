@@ -53,7 +53,7 @@ def environment(suite: Suite, patched: bool, folder: Path) -> dict[str, str]:
     path = (*tests, found["PYTHONPATH"], made / "packages")
     return found | {
         "PYTHONPATH": ":".join(map(str, path)),
-        OUTCOMES: str(folder / "outcomes.jsonl"),
+        OUTCOMES: str(folder / "outcomes.json"),
     }
 
 
@@ -98,13 +98,5 @@ def run(suite: Suite, patched: bool, folder: Path) -> Run:
             status = -1
     if status not in (0, 1):  # of pytest: all passed, or some failed
         raise HarnessError(f"{suite.name} ended with {status}: {log.read_text()[-2000:]}")
-    return Run(time.monotonic() - begun, read(folder / "outcomes.jsonl"))
-
-
-def read(file: Path) -> dict[str, Outcome]:
-    """Return the outcomes that ``outcomes`` wrote, by test."""
-    found = {}
-    for line in file.read_text().splitlines():
-        one = json.loads(line)
-        found[one["test"]] = Outcome(one["outcome"], one["words"])
-    return found
+    found = json.loads((folder / "outcomes.json").read_text())
+    return Run(time.monotonic() - begun, {test: Outcome(**one) for test, one in found.items()})
