@@ -224,7 +224,6 @@ def right(row: dict[str, Any], restores: bool = True) -> bool:
     """Return whether an engine did what plain vLLM does, and its device had no complaint.
 
     Args:
-        row: of ``summed``.
         restores: whether its prompts come back from the tier: those of ``EMPTIED`` must not.
     """
     if "ended" in row:

@@ -56,10 +56,7 @@ def environ(version: str, folder: Path, size: str = "1GiB", **changes: str) -> d
     ``tests/gpu-start`` sees how a start without a device ends.
 
     Args:
-        version: of vLLM.
         folder: for the device's ledger and its complaints; processes with the same have one device.
-        size: of its memory.
-        changes: variables.
     """
     here = device_of(version)
     return (

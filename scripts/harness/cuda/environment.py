@@ -138,7 +138,6 @@ def install_kvcached(version: str, cuda: Path) -> None:
     """Build kvcached from its sources as ``pip install kvcached`` does; nvcc compiles none of them.
 
     Args:
-        version: of vLLM.
         cuda: the folder with CUDA's headers, which gets what a CUDA_HOME has besides.
     """
     compiler = cuda / "bin/nvcc"

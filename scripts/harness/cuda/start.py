@@ -45,7 +45,6 @@ def job(folder: Path, step: str = "configuration", **changes: Job) -> Job:
     """Return a job: an engine with OffloadingConnector and a tier of 1 GiB, and what it is to do.
 
     Args:
-        folder: for the job's files.
         step: the name of a function of ``inside``.
         changes: to its ``engine`` and ``environment``.
     """
@@ -89,13 +88,6 @@ def started(
     version: str, jobs: dict[str, Job], folder: Path, driver: bool = True, **changes: str
 ) -> dict[str, Any]:
     """Import a release with kvpatch in one process, and run jobs in forks of it.
-
-    Args:
-        version: of vLLM.
-        jobs: by name.
-        folder: for the jobs, their results, and what vLLM writes.
-        driver: whether there is a driver.
-        changes: to the environment.
 
     Returns:
         ``log``, and unless it ended early ``start`` and ``jobs``, as ``inside`` has written them.
@@ -155,9 +147,7 @@ def differing(version: str, folder: Path, chosen: Sequence[Cell]) -> dict[str, s
     """Configure cells of a release; return those that start or are refused as nobody has said.
 
     Args:
-        version: of vLLM.
         folder: for the jobs. A process has one layout, and so there are two.
-        chosen: cells of the release.
 
     Returns:
         By the name of the cell, what the matrix says and what was seen.

@@ -65,7 +65,6 @@ class Today:
     """The digests of today's code.
 
     Args:
-        tree: the checkout.
         fixed: the digests of units that are not in its modules; today's if not given.
     """
 
@@ -83,12 +82,7 @@ class Today:
 
 
 class Evidence:
-    """The recorded engine runs, compared with today's code.
-
-    Args:
-        ran: the recorded runs.
-        today: the code.
-    """
+    """The recorded engine runs, compared with today's code."""
 
     def __init__(self, ran: Iterable[Ran], today: Today | None = None) -> None:
         self.ran = list(ran)

@@ -83,13 +83,7 @@ def main(options: argparse.Namespace, say: Say) -> int:
 
 
 class Maker:
-    """Makes what goes into parts, each once.
-
-    Args:
-        folder: where what was made is kept.
-        cuda: a folder with CUDA's headers.
-        say: prints progress.
-    """
+    """Makes what goes into parts, each once."""
 
     def __init__(self, folder: Path, cuda: Path, say: Say) -> None:
         self._folder, self._cuda, self._say = folder, cuda, say

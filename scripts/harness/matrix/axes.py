@@ -26,9 +26,6 @@ class Connector:
     """One way to offload.
 
     Attributes:
-        name: its name in the tables.
-        connector: vLLM's ``kv_connector``.
-        extra: its ``kv_connector_extra_config``.
         needs: the keys of ``shapes.PRESENCE`` that a release must have.
     """
 
@@ -66,8 +63,6 @@ class Model:
     """One kind of KV cache.
 
     Attributes:
-        name: its name in the tables.
-        architecture: a model of that kind.
         facts: the attributes of vLLM's ``ModelConfig`` that are True for it.
         admitted: whether it starts in the cells of ``kvpatch.admitted`` only.
         since: the first release on which the harness has its kernels.
@@ -95,17 +90,14 @@ class Feature:
     """What an operator turns on beside the connector.
 
     Attributes:
-        name: its name in the tables.
         settings: by path in a ``VllmConfig``, what it sets there.
         models: the kinds of model that the matrix combines it with.
         extra: what it sets in ``kv_connector_extra_config``, of OffloadingConnector.
-        connectors: those that it is combined with.
         since: the first release that has it, or in which it is not what others do anyway.
         v2_since: the first release whose Model Runner V2 has it, by vLLM's own list
             (``VllmConfig._get_v2_model_runner_unsupported_features``).
         admitted: whether it starts in the cells of ``kvpatch.admitted`` only.
         device: the type of device that it starts on; what starts on a GPU does on a CPU too.
-        environment: the variables that it sets.
         each: the kinds of model that it runs with one by one, with every connector, where it is no
             axis; of a pair, what ``PAIRS_OF_KINDS`` says.
     """

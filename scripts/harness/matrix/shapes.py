@@ -40,7 +40,6 @@ class Signatures:
     """The signatures of the targets in one release.
 
     Attributes:
-        package, version: the release.
         archive, sha256: the file that its sources came from.
         targets: by target, its parameters in parentheses, ``property``, ``class`` or
             ``value``; None if it does not exist.

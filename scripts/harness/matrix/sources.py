@@ -35,10 +35,7 @@ class Source:
 
     Attributes:
         package: ``vllm`` or ``kvcached``, which is a folder in ``folder``.
-        version: exact.
         folder: what would be in site-packages.
-        archive: the name of the file it came from.
-        sha256: that file's digest.
     """
 
     package: str
@@ -57,8 +54,6 @@ def unpack(package: str, version: str, archives: Path | None = None) -> Source:
     """Return a release's sources, from the cache when they are there.
 
     Args:
-        package: ``vllm`` or ``kvcached``.
-        version: an exact version.
         archives: a folder of downloaded wheels and sdists to search before the package index.
 
     Raises:

@@ -74,7 +74,6 @@ class Load:
 
     Attributes:
         words: what it is, for the page.
-        run: the engine.
         rounds: prompts, round by round.
         job: what else its driver is told.
         engine: arguments beside those of the run.
@@ -82,7 +81,6 @@ class Load:
         scenarios: of ``fence_driver``, instead of rounds.
         held: its copies are held in flight.
         simple: the scenarios are those of SimpleCPUOffloadConnector.
-        ranks: of the scenarios.
         refused: an engine with every row does not come to its end: a row of kvpatch's ends it.
     """
 
@@ -233,7 +231,6 @@ class Engines:
     Args:
         work: a folder for devices, logs and results; what is there from an earlier run of the
             same tree is taken.
-        say: is told how each run ended.
     """
 
     def __init__(self, work: Path, say: Callable[[str], None]) -> None:

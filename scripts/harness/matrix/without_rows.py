@@ -14,7 +14,6 @@ class Row(NamedTuple):
     """How the need of a row is shown.
 
     Attributes:
-        looks: engines that are started without it.
         test: a function under tests/, which fails without it.
         why: why no engine here shows it; empty where one does.
     """

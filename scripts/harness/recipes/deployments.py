@@ -21,11 +21,9 @@ class Feature(NamedTuple):
     """What deployments turn on.
 
     Attributes:
-        name: what it is.
         seen: the deployments that have it, or one like it.
         then: the codes that refused it when they were read.
         changes: to a configuration of OffloadingConnector, by path.
-        model: its kind.
     """
 
     name: str

@@ -93,7 +93,6 @@ def build(folder: Path, site: Path | None = None, defines: Sequence[str] = ()) -
     """Build the device, and for an environment its operators.
 
     Args:
-        folder: gets the libraries.
         site: the packages of the environment, with torch.
         defines: for the compiler; ``-DKVPATCH_MUTANTS`` lets ``EMU_WITHOUT`` leave out a rule.
 
