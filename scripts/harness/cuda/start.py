@@ -8,7 +8,6 @@ matrix`` says. Then a worker initialises its device, where CUDA itself says what
 from __future__ import annotations
 
 import json
-import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from harness import ROOT, connectors, console, processes, provenance
+from harness import ROOT, connectors, console, provenance
 from harness.cuda import environment
 from harness.engines.runs import Run, engine_arguments, model_of, weights_of
 from harness.matrix import axes, cells, derive
@@ -93,28 +92,10 @@ def started(
         ``log``, and unless it ended early ``start`` and ``jobs``, as ``inside`` has written them.
     """
     python = environment.made(version)
-    asked, results, log = folder / "jobs.json", folder / "results.json", folder / "log"
-    asked.write_text(json.dumps(jobs))
-    results.unlink(missing_ok=True)
-    environ = processes.clean_environment(
-        KVPATCH="1",
-        KVPATCH_STATUS_DIR=str(folder),
-        VLLM_NO_USAGE_STATS="1",
-        HF_HUB_OFFLINE="1",
-        VLLM_CACHE_ROOT=str(python.parents[1] / "vllm-cache"),
-        LD_LIBRARY_PATH=str(environment.driver_of(version)) if driver else "",
-    )
-    with log.open("w") as output:
-        subprocess.run(
-            [python, "-P", INSIDE, asked, results],
-            env=environ | changes,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            timeout=LIMIT,
-            check=False,
-        )
-    found = json.loads(results.read_text()) if results.exists() else {}
-    return {**found, "log": log.read_text()}
+    changes = {"LD_LIBRARY_PATH": str(environment.driver_of(version)) if driver else ""} | changes
+    given = environment.variables(version, folder, **changes)
+    found, log = environment.through(INSIDE, jobs, python, given, LIMIT)
+    return {**found, "log": log}
 
 
 def representatives(version: str) -> list[Cell]:

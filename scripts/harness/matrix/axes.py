@@ -1,9 +1,10 @@
 """The axes of the matrix, and the configuration that represents a cell."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import combinations, product
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 
@@ -115,6 +116,10 @@ class Feature:
     each: tuple[str, ...] = ()
 
 
+_RANKS = {"parallel_config.world_size": 2, "parallel_config.tensor_parallel_size": 2}
+_EVENTS = {"kv_events_config": SimpleNamespace(enable_kv_cache_events=True)}
+_FULL, _IN_PAGES = ("full attention",), ("full attention", "sliding window")
+_CHUNKED = ("Offloading", "tiering fs", "Multi")  # those whose chunks and policies can be set
 _V2_SINCE = {"ngram": "0.32", "draft model": "0.31"}
 _IN_PARALLEL = dict.fromkeys(parallel_drafts.KINDS, "0.33")
 _DRAFTED = ("sliding window", LATENT, SPARSE, HYBRID)  # kinds whose models have layers that draft
@@ -127,11 +132,7 @@ FEATURES = (
         ("full attention", "hybrid", SPARSE),
         admitted=False,
     ),
-    Feature(
-        "2 ranks",
-        {"parallel_config.world_size": 2, "parallel_config.tensor_parallel_size": 2},
-        ("latent attention", "hybrid", SPARSE),
-    ),
+    Feature("2 ranks", _RANKS, ("latent attention", "hybrid", SPARSE)),
     # Two stages of a pipeline. A tier's folder has not been looked at for stages.
     *(
         Feature(
@@ -141,7 +142,7 @@ FEATURES = (
                 "parallel_config.pipeline_parallel_size": 2,
                 "parallel_config.tensor_parallel_size": ranks,
             },
-            ("full attention",),
+            _FULL,
             connectors=("Offloading", "Simple eager", "Simple lazy", "Multi"),
         )
         for ranks, name in STAGES.items()
@@ -155,7 +156,7 @@ FEATURES = (
                 "parallel_config.data_parallel_size": size,
                 "parallel_config.data_parallel_size_local": size,
             },
-            ("full attention",),
+            _FULL,
             connectors=connectors,
             since="0.26",
             device="cpu",
@@ -173,11 +174,7 @@ FEATURES = (
         for method, name in DRAFTING.items()
     ),
     # A prompt is computed in one step, however long it is.
-    Feature(
-        "whole prompts",
-        {"scheduler_config.enable_chunked_prefill": False},
-        ("full attention", "sliding window"),
-    ),
+    Feature("whole prompts", {"scheduler_config.enable_chunked_prefill": False}, _IN_PAGES),
     # All layers in one group, with the blocks that a window has left: up to 0.21 the default.
     Feature(
         "no hybrid manager",
@@ -189,7 +186,7 @@ FEATURES = (
     Feature(
         "store threshold",
         {},
-        ("full attention",),
+        _FULL,
         extra={"store_threshold": 2},
         connectors=("Offloading", "Multi"),
         since="0.29",
@@ -200,60 +197,38 @@ FEATURES = (
         {},
         tuple(model.name for model in MODELS),
         extra={"block_size": 64},
-        connectors=("Offloading", "tiering fs", "Multi"),
+        connectors=_CHUNKED,
     ),
     Feature(
-        "no prefix cache",
-        {"cache_config.enable_prefix_caching": False},
-        ("full attention",),
-        connectors=("Offloading", "tiering fs", "Multi"),
+        "no prefix cache", {"cache_config.enable_prefix_caching": False}, _FULL, connectors=_CHUNKED
     ),
 )
 DELTA_NETS = {"model_config.hf_text_config": SimpleNamespace(linear_num_value_heads=2)}
 # Settings that are no axis: each runs once for each connector of a release, with one runner, layout
 # and kind of model. The first three are validated alone by tests, but for the kinds in ``each``.
 SETTINGS = (
-    Feature(
-        "several ranks",
-        {"parallel_config.world_size": 2, "parallel_config.tensor_parallel_size": 2},
-        ("full attention", "sliding window"),
-        admitted=False,
-    ),
-    Feature(
-        "KV events",
-        {"kv_events_config": SimpleNamespace(enable_kv_cache_events=True)},
-        ("full attention", "sliding window"),
-        since="0.26",
-        admitted=False,
-        each=(LATENT, HYBRID),
-    ),
+    Feature("several ranks", _RANKS, _IN_PAGES, admitted=False),
+    Feature("KV events", _EVENTS, _IN_PAGES, since="0.26", admitted=False, each=(LATENT, HYBRID)),
     Feature(
         "arc",
         {},
-        ("full attention", "sliding window"),
+        _IN_PAGES,
         extra={"eviction_policy": "arc"},
-        connectors=("Offloading", "tiering fs", "Multi"),
+        connectors=_CHUNKED,
         since="0.17",
         admitted=False,
         each=(LATENT, HYBRID),
     ),
     # Blocks of the same tokens that only the images, or sounds, before them tell apart.
-    Feature("images", {}, ("full attention",), since="0.28", admitted=False),
-    Feature("audio", {}, ("full attention",), since="0.33", admitted=False),
+    Feature("images", {}, _FULL, since="0.28", admitted=False),
+    Feature("audio", {}, _FULL, since="0.33", admitted=False),
     # States of Qwen3-Next and Qwen3.5, in place of Mamba2's; before, a CPU has no kernels for them.
-    Feature(
-        DELTA,
-        DELTA_NETS,
-        (),
-        since="0.33",
-        admitted=False,
-        each=(HYBRID,),
-    ),
+    Feature(DELTA, DELTA_NETS, (), since="0.33", admitted=False, each=(HYBRID,)),
     # CPU tiers of all engines in one pool. No GPU has run it.
     Feature(
         "host pool",
         {},
-        ("full attention", "sliding window"),
+        _IN_PAGES,
         since="0.28",
         device="cpu",
         environment={HOST_POOL.name: "256MiB"},
@@ -263,17 +238,17 @@ SETTINGS = (
     Feature(
         "first limit",
         {},
-        ("full attention",),
+        _FULL,
         since="0.28",
         environment={FIRST_LIMIT.name: "95%"},
         each=(LATENT, SPARSE, HYBRID),
     ),
     Feature(
         SELF_DESCRIBING,
-        {"kv_events_config": SimpleNamespace(enable_kv_cache_events=True)},
-        ("full attention", "sliding window"),
+        _EVENTS,
+        _IN_PAGES,
         extra={"self_describing_kv_events": True},
-        connectors=("Offloading", "tiering fs", "Multi"),
+        connectors=_CHUNKED,
         since="0.26",
     ),
     # An engine that is suspended, and then gives its memory back when it is idle.
@@ -290,13 +265,8 @@ SETTINGS = (
     *(
         Feature(
             name,
-            {
-                "parallel_config.world_size": 2,
-                "parallel_config.tensor_parallel_size": 2,
-                "parallel_config.enable_expert_parallel": apart,
-                "model_config.is_moe": True,
-            },
-            ("full attention",),
+            _RANKS | {"parallel_config.enable_expert_parallel": apart, "model_config.is_moe": True},
+            _FULL,
             since="0.30" if apart else "0.28",  # before, a CPU's experts choose by themselves
             each=(LATENT, SPARSE, HYBRID),
         )
@@ -531,12 +501,14 @@ def configuration_of(cell: Cell) -> Any:
             **facts | dict.fromkeys(model.facts, True),
         ),
     )
-    for path, value in feature_of(cell).settings.items():
-        *owners, name = path.split(".")
-        owner = made
-        for one in owners:
-            owner = getattr(owner, one)
-        setattr(owner, name, value)
+    return configured(made, feature_of(cell).settings)
+
+
+def configured(made: Any, settings: Mapping[str, Any]) -> Any:
+    """Return a ``VllmConfig`` in which settings are others, by path."""
+    for path, value in settings.items():
+        owner, _, name = path.rpartition(".")
+        setattr(attrgetter(owner)(made) if owner else made, name, value)
     return made
 
 
