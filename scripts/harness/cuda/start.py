@@ -37,6 +37,7 @@ _REFUSED_BY_VLLM = "validation error for VllmConfig"
 # What only engines on a CPU have, in the arguments of the harness's runs.
 _OF_CPU = ("attention_backend", "compilation_config")
 
+SHOWN = ("vllm", "torch", "platform", "kernels", "failed")  # of a start
 Job = dict[str, Any]
 
 
@@ -161,10 +162,7 @@ def looked_at(version: str, folder: Path) -> dict[str, Any]:
     chosen = representatives(version)
     refused = [cell for cell in chosen if derive.refusal(cell)]
     return {
-        **{
-            name: found["start"][name]
-            for name in ("vllm", "torch", "platform", "kernels", "failed")
-        },
+        **{name: found["start"][name] for name in SHOWN},
         "patches": len(found["patches"]),
         "device": found["jobs"]["device"].get("ended", ""),
         "accepted": len(chosen) - len(refused),

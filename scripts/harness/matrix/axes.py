@@ -13,13 +13,14 @@ from packaging.version import Version
 from harness import parallel_drafts
 from harness.experts import CHOSEN
 from harness.matrix import shapes
-from kvpatch import admitted
+from kvpatch import admitted, supported
 from kvpatch.admitted import HYBRID, LATENT, SPARSE
 from kvpatch.environ import FIRST_LIMIT, HOST_POOL, IDLE
 from kvpatch.matrix.verdicts import LAYOUTS, NONE, RUNNERS, Cell
 from kvpatch.patches.offloading.connector_rules import SELF_DESCRIBING
 from kvpatch.patches.offloading.model_rules import DELTA, EXPERTS
 from kvpatch.patches.offloading.rules import DRAFTING, STAGES
+from kvpatch.versions import Facts, Installed
 
 
 @dataclass(frozen=True)
@@ -454,6 +455,17 @@ def model_of(cell: Cell) -> Model:
 def only_admitted(cell: Cell) -> bool:
     """Return whether a cell starts only if ``kvpatch.admitted`` has it."""
     return feature_of(cell).admitted or model_of(cell).admitted
+
+
+def facts_of(cell: Cell, device: str) -> Facts:
+    """Return what is installed and set where a cell runs."""
+    return Facts(
+        vllm=Installed.release("vllm", cell.vllm),
+        kvcached=Installed.release("kvcached", supported.KVCACHED[-1]),
+        environment=feature_of(cell).environment,
+        device=device,
+        contiguous=cell.layout == "contiguous",
+    )
 
 
 def configuration_of(cell: Cell) -> Any:
