@@ -82,7 +82,6 @@ class Verdict:
     """The verdict of a cell, and its evidence.
 
     Attributes:
-        kind: the kind of verdict.
         why: the refusal, or the result file.
         tagged: for a refused cell, the result file of a run with correct tagged blocks.
         ended: for a cell that is not validated, with what plain vLLM ends on a CPU.

@@ -94,7 +94,7 @@ def left_out(patch_id: str) -> list[str]:
         lines.append(f"{look['load']}, without it{beside}: {look['seen']}{words}")
     if one.test:
         why = f" ({one.why})" if one.why else ""
-        lines.append(f"shown by `{one.test.partition('::')[2]}`{why}")
+        lines.append(f"shown by `{one.test}`{why}")
     return lines
 
 

@@ -298,7 +298,7 @@ def test_the_cover_of_a_tag_has_every_pair_of_values():
         for model in ("full attention", "hybrid")
         for connector in ("Offloading", "Multi")
     ]
-    chosen = ages.pairs(cells, lambda cell: cell.vllm)
+    chosen = ages.pairs(cells)
     assert len(chosen) <= 5
     for axis, other in (("layout", "model"), ("layout", "connector"), ("model", "connector")):
         assert len({(getattr(one, axis), getattr(one, other)) for one in chosen}) == 4
@@ -352,9 +352,12 @@ def committed():
     return ages.Evidence(ages.runs())
 
 
-@pytest.mark.skipif(
+ON_311 = pytest.mark.skipif(
     sys.version_info[:2] != (3, 11), reason="a digest is of the syntax tree of Python 3.11"
 )
+
+
+@ON_311
 def test_a_landing_lacks_no_run(committed):
     """Otherwise: commit, and scripts/matrix land."""
     assert sorted(committed.wanted()) == []
@@ -379,9 +382,7 @@ def lacking(committed, changed):
     return {one.unit for one in ages.Evidence(committed.ran, changed).wanted()} - before
 
 
-@pytest.mark.skipif(
-    sys.version_info[:2] != (3, 11), reason="a digest is of the syntax tree of Python 3.11"
-)
+@ON_311
 @pytest.mark.parametrize(
     ("file", "old", "new", "unit"),
     [
@@ -411,9 +412,7 @@ def test_a_change_that_a_run_stands_for_is_seen(planted, file, old, new, unit):
     assert any(one.startswith(unit) for one in planted(file, old, new))
 
 
-@pytest.mark.skipif(
-    sys.version_info[:2] != (3, 11), reason="a digest is of the syntax tree of Python 3.11"
-)
+@ON_311
 @pytest.mark.parametrize(
     ("file", "old", "new"),
     [

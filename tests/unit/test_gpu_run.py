@@ -66,11 +66,11 @@ def ran(tmp_path):
     """Run fake steps; returns the process, and the rows of gpu.json."""
     (tmp_path / "fakes.py").write_text(FAKES)
 
-    def ran(*names, options=(), python=sys.executable):
+    def ran(*names, options=(), python=sys.executable, before=""):
         path = os.pathsep.join([str(ROOT / "scripts"), str(ROOT), str(tmp_path)])
         words = ["run", "--python", python, "--output", str(tmp_path / "out"), *options]
         done = subprocess.run(
-            [sys.executable, "-c", RUN.format(names=names), *words],
+            [sys.executable, "-c", before + RUN.format(names=names), *words],
             env=os.environ | {"PYTHONPATH": path},
             capture_output=True,
             text=True,
@@ -170,7 +170,7 @@ def test_bad_input_is_one_line(ran):
 
 
 def test_an_interrupt_ends_the_step_that_runs(ran, tmp_path):
-    script = f"""
+    before = f"""
 import os, signal, threading, time
 from pathlib import Path
 found = Path({str(tmp_path / "out/sleeps.json")!r})
@@ -179,17 +179,8 @@ def interrupt():
         time.sleep(0.1)
     os.kill(os.getpid(), signal.SIGTERM)
 threading.Thread(target=interrupt, daemon=True).start()
-{RUN.format(names=("sleeps", "right"))}"""
-    path = os.pathsep.join([str(ROOT / "scripts"), str(ROOT), str(tmp_path)])
-    words = ["run", "--python", sys.executable, "--output", str(tmp_path / "out")]
-    done = subprocess.run(
-        [sys.executable, "-c", script, *words],
-        env=os.environ | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+"""
+    done, _ = ran("sleeps", "right", before=before)
     assert done.returncode == 128 + 15
     assert done.stderr == "scripts/gpu run: interrupted by SIGTERM\n"
     child = json.loads((tmp_path / "out/sleeps.json").read_text())["facts"]["child"]

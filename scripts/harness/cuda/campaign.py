@@ -12,9 +12,7 @@ import fcntl
 import json
 import os
 import random
-import subprocess
 import tempfile
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -139,24 +137,12 @@ def started(
     Raises:
         AssertionError: none ended within ``limit`` seconds; the log of the process.
     """
-    asked, results, log = folder / "jobs.json", folder / "results.json", folder / "log"
-    asked.write_text(json.dumps(jobs))
-    results.unlink(missing_ok=True)
     python = emulated.made(version)
     changes |= runner_of(version)
     given = emulated.environ(version, folder, PYTHONHASHSEED="0", **changes)
-    with log.open("w") as output, suppress(subprocess.TimeoutExpired):
-        subprocess.run(
-            [python, "-P", INSIDE, asked, results],
-            env=given,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            timeout=limit,
-            check=False,
-        )
-    assert results.exists(), log.read_text()[-4000:]
-    found: dict[str, Any] = json.loads(results.read_text())["jobs"]
-    return found
+    found, log = environment.through(INSIDE, jobs, python, given, limit)
+    assert found, log[-4000:]
+    return dict(found["jobs"])
 
 
 def plain(version: str, folder: Path, two: bool = False) -> dict[str, Any]:
@@ -224,7 +210,6 @@ def right(row: dict[str, Any], restores: bool = True) -> bool:
     """Return whether an engine did what plain vLLM does, and its device had no complaint.
 
     Args:
-        row: of ``summed``.
         restores: whether its prompts come back from the tier: those of ``EMPTIED`` must not.
     """
     if "ended" in row:

@@ -20,7 +20,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from harness import console, processes, releases, venvs
+from harness import console, releases, venvs
 from harness.cuda import device, environment
 from harness.cuda.device import build
 
@@ -56,31 +56,21 @@ def environ(version: str, folder: Path, size: str = "1GiB", **changes: str) -> d
     ``tests/gpu-start`` sees how a start without a device ends.
 
     Args:
-        version: of vLLM.
         folder: for the device's ledger and its complaints; processes with the same have one device.
-        size: of its memory.
-        changes: variables.
     """
     here = device_of(version)
-    return (
-        processes.clean_environment(
-            EMU_DEVICE=size,
-            EMU_DEVICE_DIR=str(folder),
-            EMU_LIBRARIES=str(here),
-            EMU_COMPLAINTS=str(complaints_of(folder)),
-            LD_LIBRARY_PATH=str(here),
-            LD_PRELOAD=f"{here / 'libcudart.so.13'} {here / 'libnccl.so.2'}",
-            TRITON_INTERPRET="1",
-            VLLM_USE_FLASHINFER_SAMPLER="0",
-            VLLM_NO_USAGE_STATS="1",
-            HF_HUB_OFFLINE="1",
-            VLLM_CACHE_ROOT=str(environment.FOLDER / version / "vllm-cache"),
-            OMP_NUM_THREADS="1",
-            KVPATCH="1",
-            KVPATCH_STATUS_DIR=str(folder),
-        )
-        | changes
-    )
+    own = {
+        "EMU_DEVICE": size,
+        "EMU_DEVICE_DIR": str(folder),
+        "EMU_LIBRARIES": str(here),
+        "EMU_COMPLAINTS": str(complaints_of(folder)),
+        "LD_LIBRARY_PATH": str(here),
+        "LD_PRELOAD": f"{here / 'libcudart.so.13'} {here / 'libnccl.so.2'}",
+        "TRITON_INTERPRET": "1",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "OMP_NUM_THREADS": "1",
+    }
+    return environment.variables(version, folder, **own | changes)
 
 
 def complaints_of(folder: Path) -> Path:

@@ -200,8 +200,6 @@ class Stage:
         """Answer one prompt after another, and look at the blocks of each.
 
         Args:
-            prompts: each as token ids.
-            expected: their answers.
             behind: prompts of which one is abandoned just before each.
         """
         total = dict.fromkeys(("equal", "close", "wrong", "unknown", "cached", "wrong answers"), 0)

@@ -11,6 +11,7 @@ environment with the release's CPU build. 1.5 GB for the first, 0.4 GB for one m
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -19,10 +20,12 @@ import sys
 import tempfile
 import venv
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from harness import ROOT, environments, venvs
+from harness import ROOT, environments, processes, venvs
 from harness.cuda import stand_ins
 from harness.engines import runs
 from harness.environments import extract
@@ -138,7 +141,6 @@ def install_kvcached(version: str, cuda: Path) -> None:
     """Build kvcached from its sources as ``pip install kvcached`` does; nvcc compiles none of them.
 
     Args:
-        version: of vLLM.
         cuda: the folder with CUDA's headers, which gets what a CUDA_HOME has besides.
     """
     compiler = cuda / "bin/nvcc"
@@ -176,6 +178,42 @@ def made(version: str) -> Path:
     recipe = digest([*own, ROOT / "pyproject.toml"])
     venvs.made(wheel, recipe, lambda: install_kvpatch(version, wheel))
     return python_of(version)
+
+
+def variables(version: str, folder: Path, **changes: str) -> dict[str, str]:
+    """Return the variables of a process with kvpatch, whose own files are in a folder."""
+    own = {
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_CACHE_ROOT": str(FOLDER / version / "vllm-cache"),
+        "KVPATCH": "1",
+        "KVPATCH_STATUS_DIR": str(folder),
+    }
+    return processes.clean_environment(**own | changes)
+
+
+def through(
+    program: Path, jobs: dict[str, Any], python: Path, variables: dict[str, str], limit: float
+) -> tuple[dict[str, Any], str]:
+    """Run jobs of a program in forks of one process, for ``limit`` seconds at most.
+
+    Returns:
+        What it wrote, empty if it ended early, and its log.
+    """
+    folder = Path(variables["KVPATCH_STATUS_DIR"])
+    asked, results, log = folder / "jobs.json", folder / "results.json", folder / "log"
+    asked.write_text(json.dumps(jobs))
+    results.unlink(missing_ok=True)
+    with log.open("w") as output, suppress(subprocess.TimeoutExpired):
+        subprocess.run(
+            [python, "-P", program, asked, results],
+            env=variables,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            timeout=limit,
+            check=False,
+        )
+    return json.loads(results.read_text()) if results.exists() else {}, log.read_text()
 
 
 def digest(files: Iterable[Path]) -> str:

@@ -31,11 +31,7 @@ def _read(option: str, library: Path) -> str:
 
 
 def wanted(libraries: Iterable[Path]) -> dict[str, Names]:
-    """Return what libraries take from NVIDIA's: names by version, by the library that has them.
-
-    Args:
-        libraries: of torch and vLLM.
-    """
+    """Return what libraries take from NVIDIA's: names by version, by the library that has them."""
     found: dict[str, Names] = defaultdict(lambda: defaultdict(set))
     for library in libraries:
         for needed in filter(_NVIDIA.match, _NEEDED.findall(_read("-d", library))):

@@ -8,7 +8,6 @@ matrix`` says. Then a worker initialises its device, where CUDA itself says what
 from __future__ import annotations
 
 import json
-import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from harness import ROOT, connectors, console, processes, provenance
+from harness import ROOT, connectors, console, provenance
 from harness.cuda import environment
 from harness.engines.runs import Run, engine_arguments, model_of, weights_of
 from harness.matrix import axes, cells, derive
@@ -38,6 +37,7 @@ _REFUSED_BY_VLLM = "validation error for VllmConfig"
 # What only engines on a CPU have, in the arguments of the harness's runs.
 _OF_CPU = ("attention_backend", "compilation_config")
 
+SHOWN = ("vllm", "torch", "platform", "kernels", "failed")  # of a start
 Job = dict[str, Any]
 
 
@@ -45,7 +45,6 @@ def job(folder: Path, step: str = "configuration", **changes: Job) -> Job:
     """Return a job: an engine with OffloadingConnector and a tier of 1 GiB, and what it is to do.
 
     Args:
-        folder: for the job's files.
         step: the name of a function of ``inside``.
         changes: to its ``engine`` and ``environment``.
     """
@@ -90,39 +89,14 @@ def started(
 ) -> dict[str, Any]:
     """Import a release with kvpatch in one process, and run jobs in forks of it.
 
-    Args:
-        version: of vLLM.
-        jobs: by name.
-        folder: for the jobs, their results, and what vLLM writes.
-        driver: whether there is a driver.
-        changes: to the environment.
-
     Returns:
         ``log``, and unless it ended early ``start`` and ``jobs``, as ``inside`` has written them.
     """
     python = environment.made(version)
-    asked, results, log = folder / "jobs.json", folder / "results.json", folder / "log"
-    asked.write_text(json.dumps(jobs))
-    results.unlink(missing_ok=True)
-    environ = processes.clean_environment(
-        KVPATCH="1",
-        KVPATCH_STATUS_DIR=str(folder),
-        VLLM_NO_USAGE_STATS="1",
-        HF_HUB_OFFLINE="1",
-        VLLM_CACHE_ROOT=str(python.parents[1] / "vllm-cache"),
-        LD_LIBRARY_PATH=str(environment.driver_of(version)) if driver else "",
-    )
-    with log.open("w") as output:
-        subprocess.run(
-            [python, "-P", INSIDE, asked, results],
-            env=environ | changes,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            timeout=LIMIT,
-            check=False,
-        )
-    found = json.loads(results.read_text()) if results.exists() else {}
-    return {**found, "log": log.read_text()}
+    changes = {"LD_LIBRARY_PATH": str(environment.driver_of(version)) if driver else ""} | changes
+    given = environment.variables(version, folder, **changes)
+    found, log = environment.through(INSIDE, jobs, python, given, LIMIT)
+    return {**found, "log": log}
 
 
 def representatives(version: str) -> list[Cell]:
@@ -155,9 +129,7 @@ def differing(version: str, folder: Path, chosen: Sequence[Cell]) -> dict[str, s
     """Configure cells of a release; return those that start or are refused as nobody has said.
 
     Args:
-        version: of vLLM.
         folder: for the jobs. A process has one layout, and so there are two.
-        chosen: cells of the release.
 
     Returns:
         By the name of the cell, what the matrix says and what was seen.
@@ -190,10 +162,7 @@ def looked_at(version: str, folder: Path) -> dict[str, Any]:
     chosen = representatives(version)
     refused = [cell for cell in chosen if derive.refusal(cell)]
     return {
-        **{
-            name: found["start"][name]
-            for name in ("vllm", "torch", "platform", "kernels", "failed")
-        },
+        **{name: found["start"][name] for name in SHOWN},
         "patches": len(found["patches"]),
         "device": found["jobs"]["device"].get("ended", ""),
         "accepted": len(chosen) - len(refused),

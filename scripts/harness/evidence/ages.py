@@ -8,7 +8,7 @@ fresh, where each pair of values of two axes is in a run.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache, cached_property
@@ -27,7 +27,6 @@ from kvpatch.patch import WITH_SLEEP, WITH_TIERS, Patch
 # The connectors that have what a patch needs, by ``Patch.only_with``; no cell has sleep mode.
 _WITH: dict[str, tuple[str, ...]] = {WITH_TIERS: ("tiering fs",), WITH_SLEEP: ()}
 _FEATURE = "feature:"
-AXES = ("runner", "layout", "connector", "model", "feature")
 Key = TypeVar("Key")
 Thing = TypeVar("Thing")
 PatchSet = frozenset[str]  # rows with their digests
@@ -65,7 +64,6 @@ class Today:
     """The digests of today's code.
 
     Args:
-        tree: the checkout.
         fixed: the digests of units that are not in its modules; today's if not given.
     """
 
@@ -83,12 +81,7 @@ class Today:
 
 
 class Evidence:
-    """The recorded engine runs, compared with today's code.
-
-    Args:
-        ran: the recorded runs.
-        today: the code.
-    """
+    """The recorded engine runs, compared with today's code."""
 
     def __init__(self, ran: Iterable[Ran], today: Today | None = None) -> None:
         self.ran = list(ran)
@@ -196,10 +189,11 @@ class Evidence:
         ]
 
 
-def runs(level: Collection[str] = (LEVELS[0], LEVELS[1], recorded.NPU)) -> list[Ran]:
+def runs() -> list[Ran]:
     """Return the recorded runs of engines."""
+    levels = (*LEVELS[:2], recorded.NPU)
     every = (*recorded.runs().items(), *recorded.on_npu().items())
-    return [Ran(cell, run) for cell, of_cell in every for run in of_cell if run.level in level]
+    return [Ran(cell, run) for cell, of_cell in every for run in of_cell if run.level in levels]
 
 
 def greedy(offers: Mapping[Key, Collection[Thing]], wanted: Iterable[Thing]) -> list[Key]:
@@ -217,18 +211,9 @@ def greedy(offers: Mapping[Key, Collection[Thing]], wanted: Iterable[Thing]) -> 
     return chosen
 
 
-def pairs(cells: Iterable[Cell], patch_set: Callable[[Cell], object]) -> list[Cell]:
-    """Return few cells that have every pair of values that any of the cells has.
-
-    The axes are the patch set of the release, runner, layout, connector, model and feature.
-    """
-    offers = {}
-    for cell in cells:
-        values = (
-            ("patch set", patch_set(cell)),
-            *((name, getattr(cell, name)) for name in AXES),
-        )
-        offers[cell] = set(combinations(values, 2))
+def pairs(cells: Iterable[Cell]) -> list[Cell]:
+    """Return few cells that have every pair of values of two axes that any of the cells has."""
+    offers = {cell: set(combinations(vars(cell).items(), 2)) for cell in cells}
     return greedy(offers, set().union(*offers.values()))
 
 

@@ -23,7 +23,6 @@ def digests(level: str, file: Path, ids: Iterable[str]) -> dict[str, str]:
     """Return the digests of the units that a run executed, by name.
 
     Args:
-        level: of the run.
         file: what its processes wrote.
         ids: the patches that were in force.
     """

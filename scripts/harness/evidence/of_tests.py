@@ -35,6 +35,8 @@ RESULTS = ROOT / "docs/results/lanes.json"
 OPTION = "record_units"
 # What every file of tests stands on, whatever it executed.
 _SHARED = ("tests/conftest.py",)
+_SITE = str(executed.SITE / "sitecustomize.py")
+_STARTUP = Path(site.getsitepackages()[0]) / "harness-executed.pth"
 _PATH = re.compile(r"[\w.-]+(/[\w.-]+)+")
 
 
@@ -66,8 +68,7 @@ class Recorder:
                 of[report.outcome] += report.when == "call" or report.outcome != "passed"
         right = {file: of["passed"] for file, of in outcomes.items() if set(+of) == {"passed"}}
         record({file: (right[file], self.folder / _safe(file)) for file in sorted(right)})
-        for startup in _startup_files():
-            startup.unlink(missing_ok=True)
+        _STARTUP.unlink(missing_ok=True)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -86,16 +87,8 @@ def pytest_configure(config: pytest.Config) -> None:
         # Engines and commands that tests start are told by their environment; a line in this
         # environment's startup files reads it, also where they are started without our path.
         line = f"import os; os.environ.get({executed.VARIABLE!r}) and exec(open({_SITE!r}).read())"
-        for startup in _startup_files():
-            startup.write_text(f"{line}\n")
+        _STARTUP.write_text(f"{line}\n")
     config.pluginmanager.register(Recorder(Path(given or tempfile.mkdtemp(prefix="units-"))))
-
-
-_SITE = str(executed.SITE / "sitecustomize.py")
-
-
-def _startup_files() -> list[Path]:
-    return [Path(site.getsitepackages()[0]) / "harness-executed.pth"]
 
 
 def record(ran: Mapping[str, tuple[int, Path]]) -> None:

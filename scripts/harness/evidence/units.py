@@ -59,8 +59,6 @@ class Unit(NamedTuple):
     """One unit of a module.
 
     Attributes:
-        digest: of its code.
-        lines: the first and the last.
         names: the constants and classes that it names, as units.
         is_function: whether it is executed when it is called; what is named is executed with it.
         parts: what its digest is of: its definitions.
@@ -77,11 +75,7 @@ Units = dict[str, Unit]
 
 
 class Tree:
-    """The units of one checkout.
-
-    Args:
-        root: of the checkout; that of the harness if not given.
-    """
+    """The units of one checkout."""
 
     def __init__(self, root: Path = ROOT) -> None:
         self.root = root
@@ -163,7 +157,6 @@ class Tree:
         """Return the digest that a unit would have if what moved, and it, were back in its place.
 
         Args:
-            name: of the unit.
             old: its name then.
             back: the names then of what moved.
         """
@@ -351,7 +344,6 @@ def _of_parts(
     """Return the digest that a unit would have in a module, with what is imported there.
 
     Args:
-        parts: of the unit.
         home: the module that it is in.
         module: that module.
         back: where what its names stand for would be.

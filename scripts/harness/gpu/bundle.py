@@ -83,13 +83,7 @@ def main(options: argparse.Namespace, say: Say) -> int:
 
 
 class Maker:
-    """Makes what goes into parts, each once.
-
-    Args:
-        folder: where what was made is kept.
-        cuda: a folder with CUDA's headers.
-        say: prints progress.
-    """
+    """Makes what goes into parts, each once."""
 
     def __init__(self, folder: Path, cuda: Path, say: Say) -> None:
         self._folder, self._cuda, self._say = folder, cuda, say
@@ -184,19 +178,9 @@ class Maker:
         return path
 
     def _pip(self, verb: str, *words: str | Path, **environment: str) -> None:
-        quiet = ("-q", "--disable-pip-version-check")
-        options = PLATFORM if verb == "install" else []
-        self._run(
-            f"pip {verb}",
-            sys.executable,
-            "-m",
-            "pip",
-            verb,
-            *quiet,
-            *options,
-            *words,
-            **environment,
-        )
+        command = [sys.executable, "-m", "pip", verb, "-q", "--disable-pip-version-check"]
+        command += PLATFORM if verb == "install" else []
+        self._run(f"pip {verb}", *command, *words, **environment)
 
     def _run(self, what: str, *command: str | Path, **environment: str) -> None:
         done = subprocess.run(

@@ -91,12 +91,9 @@ def main() -> int:
             console.interrupts.install()
             return run.main(options, say)
         return unpack.main(options.parts, options.kit.absolute(), say)
-    except console.HarnessError as error:
+    except (console.HarnessError, OSError) as error:
         print(f"scripts/gpu {options.verb}: {error}", file=sys.stderr)
         return unpack.DAMAGED if isinstance(error, parts.Damaged) else 1
-    except OSError as error:
-        print(f"scripts/gpu {options.verb}: {error}", file=sys.stderr)
-        return 1
     except console.Interrupted as interrupted:
         print(f"scripts/gpu {options.verb}: interrupted by {interrupted}", file=sys.stderr)
         return 128 + interrupted.signum

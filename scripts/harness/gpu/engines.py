@@ -124,13 +124,9 @@ def engine(
     """Start a server, and ask it its prompts.
 
     Args:
-        job: of the step.
         name: of the engine in messages; unique in the step.
         folder: of its host device.
         elastic: with kvpatch, on kvcached's memory.
-        tier: with a CPU tier.
-        arguments: more of ``vllm serve``.
-        environment: more of it.
     """
     ours = f"gpu-{os.getpid()}-{name}"
     given = dict(HOST_ARGUMENTS if job.host else ARGUMENTS)
@@ -257,7 +253,6 @@ def moved(server: Server, tokens: int) -> Iterator[dict[str, Any]]:
     """Yield the rates of an engine's copies, and the bytes of one of its blocks.
 
     Args:
-        server: its server.
         tokens: that it loaded.
     """
     (block,) = (

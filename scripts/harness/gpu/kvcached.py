@@ -31,7 +31,6 @@ def build(sdist: Path, python: str, cuda: Path, into: Path) -> None:
     """Compile kvcached and lay it out as an installation has it.
 
     Args:
-        sdist: its sources.
         python: the release of Python that it is for, as ``3.12``.
         cuda: a folder with CUDA's headers in ``include``.
         into: made; what belongs into ``site-packages``.

@@ -17,7 +17,6 @@ class Job:
     """What a step is asked.
 
     Attributes:
-        step: its name.
         output: the folder of all result files.
         host: it runs on the host device.
         model: of the operator; empty for random weights.
@@ -62,7 +61,6 @@ class Seen:
     Attributes:
         right, wrong: what was compared, in words.
         missing: what was not seen, and why.
-        facts: by name.
     """
 
     path: Path

@@ -3,8 +3,6 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-HERE = "harness.gpu"
-
 
 @dataclass(frozen=True)
 class Step:
@@ -27,42 +25,33 @@ class Step:
     python: int = 0
 
 
+def _step(name: str, asks: str, function: str, seconds: int = 240, cuda: bool = False) -> Step:
+    return Step(name, asks, f"harness.gpu.{function}", seconds, cuda)
+
+
 STEPS = (
-    Step(
-        "probe", "what the driver's memory calls do and take", f"{HERE}.probe:run", 100, cuda=True
-    ),
-    Step(
+    _step("probe", "what the driver's memory calls do and take", "probe:run", 100, cuda=True),
+    _step(
         "conformance",
         "does the driver answer as CUDA's documentation says",
-        f"{HERE}.conformance:run",
+        "conformance:run",
         120,
         cuda=True,
     ),
-    Step(
-        "kernels",
-        "do vLLM's kernels compute what torch does",
-        f"{HERE}.kernels:run",
-        100,
-        cuda=True,
+    _step("kernels", "do vLLM's kernels compute what torch does", "kernels:run", 100, cuda=True),
+    _step("plain", "does vLLM serve here without kvpatch", "engines:plain", 180),
+    _step("offloading", "is OffloadingConnector right with kvpatch", "verify:offloading", 300),
+    _step("simple", "is SimpleCPUOffloadConnector right with kvpatch", "verify:simple", 300),
+    _step("verbs", "do the fence, limits and suspensions lose nothing", "engines:verbs"),
+    _step("two", "do two engines lend each other the device's memory", "engines:two"),
+    _step(
+        "first-tokens", "when does a returning prompt have its first token", "engines:first", 420
     ),
-    Step("plain", "does vLLM serve here without kvpatch", f"{HERE}.engines:plain", 180),
-    Step(
-        "offloading", "is OffloadingConnector right with kvpatch", f"{HERE}.verify:offloading", 300
-    ),
-    Step("simple", "is SimpleCPUOffloadConnector right with kvpatch", f"{HERE}.verify:simple", 300),
-    Step("verbs", "do the fence, limits and suspensions lose nothing", f"{HERE}.engines:verbs"),
-    Step("two", "do two engines lend each other the device's memory", f"{HERE}.engines:two"),
-    Step(
-        "first-tokens",
-        "when does a returning prompt have its first token",
-        f"{HERE}.engines:first",
-        420,
-    ),
-    Step("copies", "how near are copies to the pinned ones", f"{HERE}.copies:run", 60),
-    Step("pool", "is a tier in the host pool right", f"{HERE}.engines:pool"),
-    Step("sleep", "does an engine wake up as it was", f"{HERE}.engines:sleep"),
+    _step("copies", "how near are copies to the pinned ones", "copies:run", 60),
+    _step("pool", "is a tier in the host pool right", "engines:pool"),
+    _step("sleep", "does an engine wake up as it was", "engines:sleep"),
 )
-MORE = Step("release", "is it right on this vLLM too", f"{HERE}.verify:offloading", 300)
+MORE = _step("release", "is it right on this vLLM too", "verify:offloading", 300)
 
 
 def of(pythons: int) -> list[Step]:

@@ -22,8 +22,6 @@ def tried(features: Iterable[str], releases: Iterable[str], models: Iterable[str
     """Return the table that a trial has: what is earned, and every cell that is to run.
 
     Args:
-        features: the names of what is to run.
-        releases: of vLLM.
         models: the kinds of model that it is to run with; all if none is named.
     """
     table, names, versions = earned(), set(features), set(releases)

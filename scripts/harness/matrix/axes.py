@@ -1,9 +1,10 @@
 """The axes of the matrix, and the configuration that represents a cell."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import combinations, product
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,13 +13,14 @@ from packaging.version import Version
 from harness import parallel_drafts
 from harness.experts import CHOSEN
 from harness.matrix import shapes
-from kvpatch import admitted
+from kvpatch import admitted, supported
 from kvpatch.admitted import HYBRID, LATENT, SPARSE
 from kvpatch.environ import FIRST_LIMIT, HOST_POOL, IDLE
 from kvpatch.matrix.verdicts import LAYOUTS, NONE, RUNNERS, Cell
 from kvpatch.patches.offloading.connector_rules import SELF_DESCRIBING
 from kvpatch.patches.offloading.model_rules import DELTA, EXPERTS
 from kvpatch.patches.offloading.rules import DRAFTING, STAGES
+from kvpatch.versions import Facts, Installed
 
 
 @dataclass(frozen=True)
@@ -26,9 +28,6 @@ class Connector:
     """One way to offload.
 
     Attributes:
-        name: its name in the tables.
-        connector: vLLM's ``kv_connector``.
-        extra: its ``kv_connector_extra_config``.
         needs: the keys of ``shapes.PRESENCE`` that a release must have.
     """
 
@@ -66,8 +65,6 @@ class Model:
     """One kind of KV cache.
 
     Attributes:
-        name: its name in the tables.
-        architecture: a model of that kind.
         facts: the attributes of vLLM's ``ModelConfig`` that are True for it.
         admitted: whether it starts in the cells of ``kvpatch.admitted`` only.
         since: the first release on which the harness has its kernels.
@@ -95,17 +92,14 @@ class Feature:
     """What an operator turns on beside the connector.
 
     Attributes:
-        name: its name in the tables.
         settings: by path in a ``VllmConfig``, what it sets there.
         models: the kinds of model that the matrix combines it with.
         extra: what it sets in ``kv_connector_extra_config``, of OffloadingConnector.
-        connectors: those that it is combined with.
         since: the first release that has it, or in which it is not what others do anyway.
         v2_since: the first release whose Model Runner V2 has it, by vLLM's own list
             (``VllmConfig._get_v2_model_runner_unsupported_features``).
         admitted: whether it starts in the cells of ``kvpatch.admitted`` only.
         device: the type of device that it starts on; what starts on a GPU does on a CPU too.
-        environment: the variables that it sets.
         each: the kinds of model that it runs with one by one, with every connector, where it is no
             axis; of a pair, what ``PAIRS_OF_KINDS`` says.
     """
@@ -123,6 +117,10 @@ class Feature:
     each: tuple[str, ...] = ()
 
 
+_RANKS = {"parallel_config.world_size": 2, "parallel_config.tensor_parallel_size": 2}
+_EVENTS = {"kv_events_config": SimpleNamespace(enable_kv_cache_events=True)}
+_FULL, _IN_PAGES = ("full attention",), ("full attention", "sliding window")
+_CHUNKED = ("Offloading", "tiering fs", "Multi")  # those whose chunks and policies can be set
 _V2_SINCE = {"ngram": "0.32", "draft model": "0.31"}
 _IN_PARALLEL = dict.fromkeys(parallel_drafts.KINDS, "0.33")
 _DRAFTED = ("sliding window", LATENT, SPARSE, HYBRID)  # kinds whose models have layers that draft
@@ -135,11 +133,7 @@ FEATURES = (
         ("full attention", "hybrid", SPARSE),
         admitted=False,
     ),
-    Feature(
-        "2 ranks",
-        {"parallel_config.world_size": 2, "parallel_config.tensor_parallel_size": 2},
-        ("latent attention", "hybrid", SPARSE),
-    ),
+    Feature("2 ranks", _RANKS, ("latent attention", "hybrid", SPARSE)),
     # Two stages of a pipeline. A tier's folder has not been looked at for stages.
     *(
         Feature(
@@ -149,7 +143,7 @@ FEATURES = (
                 "parallel_config.pipeline_parallel_size": 2,
                 "parallel_config.tensor_parallel_size": ranks,
             },
-            ("full attention",),
+            _FULL,
             connectors=("Offloading", "Simple eager", "Simple lazy", "Multi"),
         )
         for ranks, name in STAGES.items()
@@ -163,7 +157,7 @@ FEATURES = (
                 "parallel_config.data_parallel_size": size,
                 "parallel_config.data_parallel_size_local": size,
             },
-            ("full attention",),
+            _FULL,
             connectors=connectors,
             since="0.26",
             device="cpu",
@@ -181,11 +175,7 @@ FEATURES = (
         for method, name in DRAFTING.items()
     ),
     # A prompt is computed in one step, however long it is.
-    Feature(
-        "whole prompts",
-        {"scheduler_config.enable_chunked_prefill": False},
-        ("full attention", "sliding window"),
-    ),
+    Feature("whole prompts", {"scheduler_config.enable_chunked_prefill": False}, _IN_PAGES),
     # All layers in one group, with the blocks that a window has left: up to 0.21 the default.
     Feature(
         "no hybrid manager",
@@ -197,7 +187,7 @@ FEATURES = (
     Feature(
         "store threshold",
         {},
-        ("full attention",),
+        _FULL,
         extra={"store_threshold": 2},
         connectors=("Offloading", "Multi"),
         since="0.29",
@@ -208,60 +198,38 @@ FEATURES = (
         {},
         tuple(model.name for model in MODELS),
         extra={"block_size": 64},
-        connectors=("Offloading", "tiering fs", "Multi"),
+        connectors=_CHUNKED,
     ),
     Feature(
-        "no prefix cache",
-        {"cache_config.enable_prefix_caching": False},
-        ("full attention",),
-        connectors=("Offloading", "tiering fs", "Multi"),
+        "no prefix cache", {"cache_config.enable_prefix_caching": False}, _FULL, connectors=_CHUNKED
     ),
 )
 DELTA_NETS = {"model_config.hf_text_config": SimpleNamespace(linear_num_value_heads=2)}
 # Settings that are no axis: each runs once for each connector of a release, with one runner, layout
 # and kind of model. The first three are validated alone by tests, but for the kinds in ``each``.
 SETTINGS = (
-    Feature(
-        "several ranks",
-        {"parallel_config.world_size": 2, "parallel_config.tensor_parallel_size": 2},
-        ("full attention", "sliding window"),
-        admitted=False,
-    ),
-    Feature(
-        "KV events",
-        {"kv_events_config": SimpleNamespace(enable_kv_cache_events=True)},
-        ("full attention", "sliding window"),
-        since="0.26",
-        admitted=False,
-        each=(LATENT, HYBRID),
-    ),
+    Feature("several ranks", _RANKS, _IN_PAGES, admitted=False),
+    Feature("KV events", _EVENTS, _IN_PAGES, since="0.26", admitted=False, each=(LATENT, HYBRID)),
     Feature(
         "arc",
         {},
-        ("full attention", "sliding window"),
+        _IN_PAGES,
         extra={"eviction_policy": "arc"},
-        connectors=("Offloading", "tiering fs", "Multi"),
+        connectors=_CHUNKED,
         since="0.17",
         admitted=False,
         each=(LATENT, HYBRID),
     ),
     # Blocks of the same tokens that only the images, or sounds, before them tell apart.
-    Feature("images", {}, ("full attention",), since="0.28", admitted=False),
-    Feature("audio", {}, ("full attention",), since="0.33", admitted=False),
+    Feature("images", {}, _FULL, since="0.28", admitted=False),
+    Feature("audio", {}, _FULL, since="0.33", admitted=False),
     # States of Qwen3-Next and Qwen3.5, in place of Mamba2's; before, a CPU has no kernels for them.
-    Feature(
-        DELTA,
-        DELTA_NETS,
-        (),
-        since="0.33",
-        admitted=False,
-        each=(HYBRID,),
-    ),
+    Feature(DELTA, DELTA_NETS, (), since="0.33", admitted=False, each=(HYBRID,)),
     # CPU tiers of all engines in one pool. No GPU has run it.
     Feature(
         "host pool",
         {},
-        ("full attention", "sliding window"),
+        _IN_PAGES,
         since="0.28",
         device="cpu",
         environment={HOST_POOL.name: "256MiB"},
@@ -271,17 +239,17 @@ SETTINGS = (
     Feature(
         "first limit",
         {},
-        ("full attention",),
+        _FULL,
         since="0.28",
         environment={FIRST_LIMIT.name: "95%"},
         each=(LATENT, SPARSE, HYBRID),
     ),
     Feature(
         SELF_DESCRIBING,
-        {"kv_events_config": SimpleNamespace(enable_kv_cache_events=True)},
-        ("full attention", "sliding window"),
+        _EVENTS,
+        _IN_PAGES,
         extra={"self_describing_kv_events": True},
-        connectors=("Offloading", "tiering fs", "Multi"),
+        connectors=_CHUNKED,
         since="0.26",
     ),
     # An engine that is suspended, and then gives its memory back when it is idle.
@@ -298,13 +266,8 @@ SETTINGS = (
     *(
         Feature(
             name,
-            {
-                "parallel_config.world_size": 2,
-                "parallel_config.tensor_parallel_size": 2,
-                "parallel_config.enable_expert_parallel": apart,
-                "model_config.is_moe": True,
-            },
-            ("full attention",),
+            _RANKS | {"parallel_config.enable_expert_parallel": apart, "model_config.is_moe": True},
+            _FULL,
             since="0.30" if apart else "0.28",  # before, a CPU's experts choose by themselves
             each=(LATENT, SPARSE, HYBRID),
         )
@@ -494,6 +457,17 @@ def only_admitted(cell: Cell) -> bool:
     return feature_of(cell).admitted or model_of(cell).admitted
 
 
+def facts_of(cell: Cell, device: str) -> Facts:
+    """Return what is installed and set where a cell runs."""
+    return Facts(
+        vllm=Installed.release("vllm", cell.vllm),
+        kvcached=Installed.release("kvcached", supported.KVCACHED[-1]),
+        environment=feature_of(cell).environment,
+        device=device,
+        contiguous=cell.layout == "contiguous",
+    )
+
+
 def configuration_of(cell: Cell) -> Any:
     """Return a ``VllmConfig`` of the cell, as the configuration rules read it.
 
@@ -539,12 +513,14 @@ def configuration_of(cell: Cell) -> Any:
             **facts | dict.fromkeys(model.facts, True),
         ),
     )
-    for path, value in feature_of(cell).settings.items():
-        *owners, name = path.split(".")
-        owner = made
-        for one in owners:
-            owner = getattr(owner, one)
-        setattr(owner, name, value)
+    return configured(made, feature_of(cell).settings)
+
+
+def configured(made: Any, settings: Mapping[str, Any]) -> Any:
+    """Return a ``VllmConfig`` in which settings are others, by path."""
+    for path, value in settings.items():
+        owner, _, name = path.rpartition(".")
+        setattr(attrgetter(owner)(made) if owner else made, name, value)
     return made
 
 

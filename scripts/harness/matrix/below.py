@@ -49,7 +49,6 @@ class Function:
     Attributes:
         digest: of its text, without docstrings and comments.
         steps: calls from the nearest target; 0 for a target.
-        lines: the first and the last one in its file.
     """
 
     digest: str

@@ -229,8 +229,6 @@ class Engines:
 
     Args:
         version: the release; one that is outside the range is tried.
-        work: a folder for devices and results.
-        say: is told how each run ended.
     """
 
     def __init__(self, version: str, work: Path, say: Callable[[str], None]) -> None:
@@ -282,10 +280,6 @@ class Engines:
         The key ``executed`` has the digests of the units that kvpatch's engine executed. Plain
         vLLM schedules synchronously, as it does on a CPU, unless it drafts: then it does as
         kvpatch's engine does.
-
-        Args:
-            cell: the combination.
-            asynchronous: with asynchronous scheduling, as on a GPU.
         """
         kind = MODELS[cell.model]
         ahead = _ahead(cell, asynchronous)
@@ -539,9 +533,7 @@ def judge(ours: dict[str, Any], plain: dict[str, Any], trial: Trial, wanted: Run
     """Return whether a run was right, and the numbers that say so.
 
     Args:
-        ours: what the engine of the trial wrote.
         plain: what plain vLLM wrote, which was asked every prompt twice, together.
-        trial: what the engine was asked.
         wanted: the run of that engine, whose runner both must have had.
     """
     for who, one in (("plain vLLM", plain), ("kvpatch", ours)):

@@ -177,10 +177,7 @@ def land(arguments: argparse.Namespace) -> int:
 
 def cover(arguments: argparse.Namespace) -> int:
     """Run the engines of the cover of all pairs that have no fresh run."""
-    found = ages.Evidence(ages.runs())
-    fresh = {one.cell for one in found.fresh() if one.run.level == recorded.LEVELS[0]}
-    chosen = covering()
-    lacking = [cell for cell in chosen if cell not in fresh]
+    chosen, lacking = covering(ages.Evidence(ages.runs()))
     say(f"{len(chosen)} engines cover all pairs, {len(lacking)} of them have no fresh run")
     if arguments.list:
         for cell in lacking:
@@ -189,10 +186,10 @@ def cover(arguments: argparse.Namespace) -> int:
     return run_cells(by_release(lacking), arguments)
 
 
-def covering() -> list[Cell]:
+def covering(found: ages.Evidence) -> tuple[list[Cell], list[Cell]]:
     """Return few cells that ran with every pair of values of two axes that any cell ran with.
 
-    Of the releases with one patch set, the newest.
+    Of the releases with one patch set, the newest. And those of them that have no fresh run.
     """
     ran = [
         cell
@@ -201,7 +198,9 @@ def covering() -> list[Cell]:
     ]
     newest = {ages.patch_set(release): release for release in supported.validated()}
     known = set(newest.values())
-    return ages.pairs((cell for cell in ran if cell.vllm in known), lambda cell: cell.vllm)
+    chosen = ages.pairs(cell for cell in ran if cell.vllm in known)
+    fresh = {one.cell for one in found.fresh() if one.run.level == recorded.LEVELS[0]}
+    return chosen, [cell for cell in chosen if cell not in fresh]
 
 
 def run_tried(arguments: argparse.Namespace) -> int:
@@ -222,18 +221,21 @@ def run_tried(arguments: argparse.Namespace) -> int:
 
 def by_release(cells_: Iterable[Cell]) -> dict[str, list[Cell]]:
     """Return cells by their release."""
-    found: dict[str, list[Cell]] = {}
-    for cell in cells_:
-        found.setdefault(cell.vllm, []).append(cell)
-    return found
+    every = list(cells_)
+    return {cell.vllm: [one for one in every if one.vllm == cell.vllm] for cell in every}
+
+
+def engines_of(release: str, arguments: argparse.Namespace) -> cells.Engines:
+    """Return what runs engines of a release, in a folder of its own."""
+    folder = Path(arguments.keep or tempfile.mkdtemp(prefix="kvpatch-matrix-"))
+    return cells.Engines(release, folder / release, lambda text: say(f"{release}: {text}"))
 
 
 def run_release(release: str, cells_of: Iterable[Cell], arguments: argparse.Namespace) -> int:
     """Run engines of one release; return how many of its cells are wrong."""
     say(f"{release}: environment")
     versions = cells.facts(release)
-    folder = arguments.keep or tempfile.mkdtemp(prefix="kvpatch-matrix-")
-    runner = cells.Engines(release, Path(folder) / release, lambda text: say(f"{release}: {text}"))
+    runner = engines_of(release, arguments)
     wrong = 0
     for cell in cells_of:
         outcome = runner.compare(cell, level_of(arguments) == recorded.LEVELS[0])
@@ -291,8 +293,7 @@ def compute_plain(arguments: argparse.Namespace) -> int:
 def run_plain(release: str, arguments: argparse.Namespace) -> None:
     """Run plain vLLM of one release and record with what it ended."""
     head = head_of(release, f"plain {release}", cells.facts(release))
-    folder = arguments.keep or tempfile.mkdtemp(prefix="kvpatch-plain-")
-    runner = cells.Engines(release, Path(folder) / release, lambda text: say(f"{release}: {text}"))
+    runner = engines_of(release, arguments)
     # One cell for each combination: connectors and layouts are not plain vLLM's.
     each = {
         plain.combination_of(cell): cell
@@ -411,10 +412,9 @@ def report_ages(arguments: argparse.Namespace) -> int:
     lacking = sorted(found.wanted())
     for one in lacking[: None if arguments.all else 20]:
         print(f"without a fresh run on {one.vllm}: {one.unit}")
-    chosen = covering()
-    fresh = {one.cell for one in found.fresh() if one.run.level == recorded.LEVELS[0]}
+    chosen, old = covering(found)
     print(f"a landing lacks {len(found.landing())} engines, for {len(lacking)} units and releases")
-    print(f"a tag lacks {len(set(chosen) - fresh)} of {len(chosen)} engines")
+    print(f"a tag lacks {len(old)} of {len(chosen)} engines")
     print(f"{len(found.unseen())} functions of kvpatch that no recorded engine executes")
     return int(bool(lacking))
 
@@ -500,51 +500,42 @@ def main() -> int:
     """Run one level."""
     parser = console.parser("scripts/matrix", __doc__ or "")
     levels = parser.add_subparsers(dest="level", required=True)
+    which, how, validated = (argparse.ArgumentParser(add_help=False) for _ in range(3))
+    which.add_argument("--connector", action="append", help="one of them (default: all)")
+    which.add_argument("--model", action="append", help="one kind (default: all)")
+    which.add_argument("--layout", action="append", choices=LAYOUTS)
+    which.add_argument("--runner", action="append", choices=RUNNERS)
+    how.add_argument("--jobs", type=int, help="releases at a time (default: what has room)")
+    how.add_argument("--keep", type=Path, help="a folder for logs and results")
+    validated.add_argument("releases", nargs="*", help="of vLLM (default: all that are validated)")
     level = levels.add_parser("shapes", help="each row's target in each release's sources")
     level.add_argument("releases", nargs="*", help="of vLLM (default: all that are inspected)")
     level.add_argument("--archives", type=Path, help="a folder of downloaded wheels and sdists")
     level.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes at a time")
     level.set_defaults(compute=compute_signatures)
-    level = levels.add_parser("engine", help="real engines on the host device")
-    level.add_argument("releases", nargs="*", help="of vLLM (default: all that are validated)")
-    level.add_argument("--connector", action="append", help="one of them (default: all)")
-    level.add_argument("--model", action="append", help="one kind (default: all)")
+    engines = [which, how, validated]
+    level = levels.add_parser("engine", help="real engines on the host device", parents=engines)
     level.add_argument("--feature", action="append", help="one of them (default: all, and none)")
-    level.add_argument("--layout", action="append", choices=LAYOUTS)
-    level.add_argument("--jobs", type=int, help="releases at a time (default: what has room)")
-    level.add_argument("--runner", action="append", choices=RUNNERS)
-    which = level.add_mutually_exclusive_group()
-    which.add_argument("--missing", action="store_true", help="only cells without a right run")
-    which.add_argument("--old", action="store_true", help="only cells whose run is old")
+    only = level.add_mutually_exclusive_group()
+    only.add_argument("--missing", action="store_true", help="only cells without a right run")
+    only.add_argument("--old", action="store_true", help="only cells whose run is old")
     level.add_argument("--synchronous", action="store_true", help="scheduling")
-    level.add_argument("--keep", type=Path, help="a folder for logs and results")
     level.set_defaults(compute=compute_engines)
-    level = levels.add_parser("try", help="real engines with what is refused until it ran")
+    what = "real engines with what is refused until it ran"
+    level = levels.add_parser("try", help=what, parents=[which, how])
     level.add_argument("releases", nargs="+", help="of vLLM")
     # With nothing else turned on, the kinds of model that are admitted cell by cell.
     kinds = {one.name for one in axes.MODELS if one.admitted}
     waiting = [one.name for one in axes.FEATURES if one.admitted or kinds & set(one.models)]
     level.add_argument("--feature", action="append", required=True, choices=waiting)
-    level.add_argument("--model", action="append", help="one kind (default: all)")
-    level.add_argument("--connector", action="append", help="one of them (default: all)")
-    level.add_argument("--layout", action="append", choices=LAYOUTS)
-    level.add_argument("--runner", action="append", choices=RUNNERS)
-    level.add_argument("--jobs", type=int, help="releases at a time (default: what has room)")
-    level.add_argument("--keep", type=Path, help="a folder for the copy, logs and results")
     level.set_defaults(compute=try_features)
-    level = levels.add_parser("plain", help="plain vLLM in what is not validated")
-    level.add_argument("releases", nargs="*", help="of vLLM (default: all that are validated)")
+    what = "plain vLLM in what is not validated"
+    level = levels.add_parser("plain", help=what, parents=[how, validated])
     level.add_argument("--feature", action="append", help="one of them (default: all, and none)")
     level.add_argument("--model", action="append", help="one kind (default: all)")
     level.add_argument("--runner", action="append", choices=RUNNERS)
     level.add_argument("--missing", action="store_true", help="only what is not recorded")
-    level.add_argument("--jobs", type=int, help="releases at a time (default: what has room)")
-    level.add_argument("--keep", type=Path, help="a folder for logs and results")
     level.set_defaults(compute=compute_plain)
-    level = levels.add_parser("admit", help="what the recorded runs admit")
-    level.set_defaults(compute=admit)
-    level = levels.add_parser("repair", help="lists of units that a merge left out")
-    level.set_defaults(compute=repair)
     level = levels.add_parser("bytes", help="tagged blocks, without an engine")
     level.add_argument("releases", nargs="*", help="of vLLM (default: all from 0.29 on)")
     level.set_defaults(compute=compute_bytes)
@@ -557,27 +548,27 @@ def main() -> int:
     level.add_argument("releases", nargs="*", help="of vllm-ascend (default: all)")
     level.add_argument("--keep", type=Path, help="an empty folder for models and devices")
     level.set_defaults(compute=compute_ascend)
-    level = levels.add_parser("tried", help="what is no axis, and pairs of settings")
-    level.add_argument("releases", nargs="*", help="of vLLM (default: all that are validated)")
+    what = "what is no axis, and pairs of settings"
+    level = levels.add_parser("tried", help=what, parents=[how, validated])
     level.add_argument(
         "--setting", action="append", help="one of the two, or both as 'A + B' (default: all)"
     )
     level.add_argument("--missing", action="store_true", help="only cells without a right run")
-    level.add_argument("--jobs", type=int, help="releases at a time (default: what has room)")
-    level.add_argument("--keep", type=Path, help="a folder for logs and results")
     level.set_defaults(compute=run_tried)
     for name, what, compute in (
         ("land", "the engines that today's changes ask for", land),
         ("cover", "the engines that a tagged version needs", cover),
     ):
-        level = levels.add_parser(name, help=what)
+        level = levels.add_parser(name, help=what, parents=[how])
         level.add_argument("--list", action="store_true", help="print them, and run none")
-        level.add_argument("--jobs", type=int, help="releases at a time (default: what has room)")
-        level.add_argument("--keep", type=Path, help="a folder for logs and results")
         level.set_defaults(compute=compute, releases=[])
     level = levels.add_parser("ages", help="how old the recorded runs are")
     level.add_argument("--all", action="store_true", help="every unit that a landing lacks")
     level.set_defaults(compute=report_ages)
+    level = levels.add_parser("admit", help="what the recorded runs admit")
+    level.set_defaults(compute=admit)
+    level = levels.add_parser("repair", help="lists of units that a merge left out")
+    level.set_defaults(compute=repair)
     arguments = parser.parse_args()
     try:
         status: int = arguments.compute(arguments)

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Collection, Container, Mapping
 from dataclasses import replace
 from functools import cache
 
 from packaging.version import Version
 
-from harness.matrix import npus, plain, recorded, shapes
-from harness.matrix.axes import (
-    MODELS,
-    TRIED,
-    cells,
-    configuration_of,
-    connector_of,
-    feature_of,
-    model_of,
-)
+from harness.matrix import axes, npus, plain, recorded, shapes
 from kvpatch import admitted, gate, patches, rules, supported
 from kvpatch.environ import ALLOW_VLLM
 from kvpatch.matrix.verdicts import CONNECTORS, NONE, Cell, Kind, Matrix, Tried, Verdict
 from kvpatch.refusal import Basis, Refusal
-from kvpatch.versions import Facts, Installed
+from kvpatch.versions import Installed
 
 
 def refusal(cell: Cell, tried: bool = False, lifted: Container[str] = ()) -> Refusal | None:
@@ -34,15 +25,9 @@ def refusal(cell: Cell, tried: bool = False, lifted: Container[str] = ()) -> Ref
     of_releases: Refusal | None = _of_releases(cell.vllm, tried)
     if of_releases is not None:
         return of_releases
-    facts = Facts(
-        vllm=Installed.release("vllm", cell.vllm),
-        kvcached=Installed.release("kvcached", supported.KVCACHED[-1]),
-        environment=feature_of(cell).environment,
-        device=feature_of(cell).device,
-        contiguous=cell.layout == "contiguous",
-    )
     every = rules.of(feature.rules for feature in patches.FEATURES)
-    return rules.check(configuration_of(cell), facts, every, lifted)
+    facts = axes.facts_of(cell, axes.feature_of(cell).device)
+    return rules.check(axes.configuration_of(cell), facts, every, lifted)
 
 
 @cache
@@ -68,14 +53,14 @@ def _of_releases(vllm: str, tried: bool) -> Refusal | None:
 def missing(cell: Cell) -> str | None:
     """Return what a cell needs and its release of vLLM lacks, or None."""
     needs: tuple[str, ...] = (
-        *connector_of(cell).needs,
+        *axes.connector_of(cell).needs,
         *(("Model Runner V2",) if cell.runner == "V2" else ()),
     )
     present: dict[str, str | None] = shapes.releases("vllm")[cell.vllm].targets
     for need in needs:
         if present.get(shapes.PRESENCE[need]) is None:
             return need
-    feature = feature_of(cell)
+    feature = axes.feature_of(cell)
     if cell.runner == "V2" and Version(cell.vllm) < Version(feature.v2_since):
         return f"{feature.name} in Model Runner V2"
     return None
@@ -123,13 +108,16 @@ def by_shared_seams(cell: Cell) -> list[str]:
         for vllm in supported.validated()
         if (run := _engine_run(replace(cell, vllm=vllm))) is not None
     }
-    around = sorted([*found, cell.vllm], key=Version)
-    if not here or not around[0] != cell.vllm != around[-1]:
-        return []
-    ran = set[str]().union(*(_in_force(vllm) for vllm in found))
-    if not _in_force(cell.vllm) <= ran:
+    if not here or not _is_between(cell.vllm, found):
         return []
     return [*here, *(run.file for run in found.values())]
+
+
+def _is_between(vllm: str, ran: Collection[str]) -> bool:
+    """Return whether an older and a newer release ran, with every patch in force on this one."""
+    versions = sorted(map(Version, ran))
+    is_between = bool(versions) and versions[0] < Version(vllm) < versions[-1]
+    return is_between and _in_force(vllm) <= set[str]().union(*map(_in_force, ran))
 
 
 def ran_with(name: str) -> dict[str, set[str]]:
@@ -155,9 +143,7 @@ def admitted_with(name: str) -> dict[str, list[str]]:
     for vllm in supported.validated():
         connectors = set(ran.get(vllm, ()))
         for connector in set().union(*ran.values()) - connectors:
-            on = sorted((one for one, of in ran.items() if connector in of), key=Version)
-            is_between = Version(on[0]) < Version(vllm) < Version(on[-1])
-            if is_between and _in_force(vllm) <= set().union(*map(_in_force, on)):
+            if _is_between(vllm, [one for one, of in ran.items() if connector in of]):
                 connectors.add(connector)
         if connectors:
             admits[vllm] = sorted(connectors)
@@ -168,7 +154,7 @@ def _with_less(cell: Cell) -> Cell | None:
     """Return the cell without a feature, or with the plainest kind of model; None if it is that."""
     if cell.feature != NONE:
         return replace(cell, feature=NONE)
-    return replace(cell, model=MODELS[0].name) if model_of(cell).admitted else None
+    return replace(cell, model=axes.MODELS[0].name) if axes.model_of(cell).admitted else None
 
 
 def _files(cell: Cell) -> list[str]:
@@ -202,7 +188,7 @@ def _in_force(vllm: str) -> frozenset[str]:
 def tried() -> dict[str, Tried]:
     """Return on which releases each of ``axes.TRIED`` ran and is inferred, by connector."""
     found: dict[str, Tried] = {}
-    for name in TRIED:
+    for name in axes.TRIED:
         ran, starts = ran_with(name), admitted_with(name)
         by_connector = {}
         for connector in dict.fromkeys(
@@ -219,7 +205,7 @@ def tried() -> dict[str, Tried]:
 
 def verdicts(vllm: str | None = None) -> dict[Cell, Verdict]:
     """Return the verdict of every cell, or of those of one release of vLLM."""
-    return {cell: verdict(cell) for cell in cells(vllm)}
+    return {cell: verdict(cell) for cell in axes.cells(vllm)}
 
 
 def matrix() -> Matrix:
@@ -249,4 +235,4 @@ def lost(found: Mapping[Cell, Verdict]) -> list[Cell]:
 
 def is_tried(cell: Cell) -> bool:
     """Return whether what is turned on in a cell is no axis of the matrix."""
-    return cell.feature in TRIED
+    return cell.feature in axes.TRIED

@@ -82,8 +82,6 @@ def judge(found: Mapping[str, Any], plain: Mapping[str, Any], caches: bool) -> d
     """Return whether nothing was lost: the answers, the memory and what came from the tier.
 
     Args:
-        found: what ``run`` returned.
-        plain: what plain vLLM answered.
         caches: whether the device has a prefix cache; without one, nothing is on it between
             questions, and nothing has to be stored for a suspension.
     """

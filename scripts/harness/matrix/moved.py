@@ -26,7 +26,6 @@ class Moved:
         signatures: rows whose target has another signature, with which they can do.
         functions: what the text of differs near a row.
         far: how many functions differ further away.
-        text: the differences of ``functions``, as a patch.
     """
 
     rows: list[str] = field(default_factory=list)

@@ -60,9 +60,6 @@ def served(
     """Return what one engine served, on a device of its own.
 
     Args:
-        release: of vllm-ascend.
-        folder: for the model and the device.
-        offload: ``eager`` or ``lazy``.
         kvpatch: ``0`` for static memory, which computes what transformers does on the CPU too.
         load, device: as of ``Trial``.
     """

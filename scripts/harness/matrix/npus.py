@@ -15,7 +15,6 @@ from kvpatch import patches, rules, supported
 from kvpatch.matrix.verdicts import Cell, Kind, Verdict
 from kvpatch.patches.ascend import presence, ran
 from kvpatch.refusal import Basis, Refusal
-from kvpatch.versions import Facts, Installed
 
 NOT_RECORDED = "no engine run on the ACL emulator is recorded"
 # What the engine that ran has besides its connector.
@@ -53,16 +52,9 @@ def verdicts() -> dict[tuple[str, Cell], Verdict]:
 
 def refusal(ascend: str, of: Cell) -> Refusal | None:
     """Return the refusal of start-up on the emulator, or None if the cell starts there."""
-    facts = Facts(
-        vllm=Installed.release("vllm", of.vllm),
-        kvcached=Installed.release("kvcached", supported.KVCACHED[-1]),
-        environment={},
-        device="npu",
-        contiguous=of.layout == "contiguous",
-    )
-    every = rules.of(feature.rules for feature in patches.FEATURES)
+    facts = axes.facts_of(of, "npu")
     return presence.refused(ascend, of.vllm, presence.EMULATOR) or rules.check(
-        configuration_of(of), facts, every
+        configuration_of(of), facts, rules.of(feature.rules for feature in patches.FEATURES)
     )
 
 

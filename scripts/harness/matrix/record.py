@@ -65,7 +65,6 @@ def record_run(
         level: ``engine``, ``synchronous``, ``bytes`` or ``npu``.
         head: what is said of the release's newest run: versions, machine, command.
         run: the axes of its cell, without ``feature`` where it has none, and the outcome.
-        executed: the digests of the units that it executed, by name.
 
     Raises:
         HarnessError: files of the checkout differ from its commit.

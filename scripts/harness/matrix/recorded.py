@@ -42,7 +42,6 @@ class Code:
     """The code that a run ran on.
 
     Attributes:
-        commit: the commit of the repository.
         bits: of each list of units, those that were executed, see ``encode``; empty if that was
             not recorded.
         lists: the lists of units, by their digests.
@@ -144,8 +143,6 @@ class Run:
     Attributes:
         level: one of ``LEVELS``.
         right: whether all comparisons were equal.
-        file: the result file.
-        code: the code that it ran on.
     """
 
     level: str

@@ -17,7 +17,7 @@ from packaging.version import Version
 
 from harness import ROOT
 from kvpatch import gate, patches, supported
-from kvpatch.patch import Feature, Outcome, Patch
+from kvpatch.patch import Outcome
 
 DATA = ROOT / "docs/results/matrix"
 PACKAGES = ("vllm", "kvcached", "vllm_ascend")
@@ -40,7 +40,6 @@ class Signatures:
     """The signatures of the targets in one release.
 
     Attributes:
-        package, version: the release.
         archive, sha256: the file that its sources came from.
         targets: by target, its parameters in parentheses, ``property``, ``class`` or
             ``value``; None if it does not exist.
@@ -113,24 +112,17 @@ def parameters(signature: str) -> list[str]:
     return [one.arg for one in [*every, given.kwarg] if one is not None]
 
 
-def check_row(
-    feature: Feature, patch: Patch, vllm: Signatures, kvcached: Signatures
-) -> gate.Verdict:
-    """Return the outcome of one patch on a release of vLLM and one of kvcached."""
-    of_ranges = gate.by_range(feature, patch, vllm.version)
-    if of_ranges.outcome is Outcome.NOT_NEEDED:
-        return of_ranges
-    of_target = gate.check_target(patch, look(vllm, kvcached))
-    return of_ranges if of_target.passed else of_target
-
-
 def check_rows(vllm: Signatures, kvcached: Signatures) -> dict[str, gate.Verdict]:
     """Return the outcome of every patch on a release of vLLM and one of kvcached, by id."""
-    return {
-        patch.id: check_row(feature, patch, vllm, kvcached)
-        for feature in patches.FEATURES
-        for patch in feature.patches
-    }
+    found = {}
+    for feature in patches.FEATURES:
+        for patch in feature.patches:
+            verdict = gate.by_range(feature, patch, vllm.version)
+            if verdict.outcome is not Outcome.NOT_NEEDED:
+                of_target = gate.check_target(patch, look(vllm, kvcached))
+                verdict = verdict if of_target.passed else of_target
+            found[patch.id] = verdict
+    return found
 
 
 def holes(vllm: str) -> list[str]:

@@ -27,9 +27,6 @@ class Below(NamedTuple):
     """What is below the rows of one release.
 
     Attributes:
-        vllm: the release.
-        functions: how many.
-        digest: of all of them.
         targets: a digest of the targets that they were found below, see ``targets_digest``.
     """
 
@@ -61,7 +58,6 @@ def runs_of(release: str, releases: Sequence[str] = ()) -> str:
     """Return the validated release whose runs stand for a release; its own for most.
 
     Args:
-        release: a validated one.
         releases: the validated ones, oldest first; those of ``supported`` if not given.
     """
     every = releases or supported.validated()

@@ -9,7 +9,6 @@ import sys
 import tarfile
 import tempfile
 import zipfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -35,10 +34,7 @@ class Source:
 
     Attributes:
         package: ``vllm`` or ``kvcached``, which is a folder in ``folder``.
-        version: exact.
         folder: what would be in site-packages.
-        archive: the name of the file it came from.
-        sha256: that file's digest.
     """
 
     package: str
@@ -57,8 +53,6 @@ def unpack(package: str, version: str, archives: Path | None = None) -> Source:
     """Return a release's sources, from the cache when they are there.
 
     Args:
-        package: ``vllm`` or ``kvcached``.
-        version: an exact version.
         archives: a folder of downloaded wheels and sdists to search before the package index.
 
     Raises:
@@ -109,30 +103,21 @@ def _download(package: str, requirement: str, into: Path) -> subprocess.Complete
 
 
 def _extract(archive: Path, package: str, into: Path) -> None:
-    for name, data in _python_files(archive):
-        parts = PurePosixPath(name).parts
-        if archive.suffix == ".gz":
-            parts = parts[1:]  # the sdist's own folder
-        if "/".join(parts[:2]) in SKIPPED or ".." in parts:
-            continue
-        if parts[:1] == (package,):
-            path = into.joinpath(*parts)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(data)
-
-
-def _python_files(archive: Path) -> Iterator[tuple[str, bytes]]:
     if archive.suffix == ".whl":
         with zipfile.ZipFile(archive) as wheel:
-            for name in wheel.namelist():
-                if name.endswith(".py"):
-                    yield name, wheel.read(name)
+            wheel.extractall(into, [one for one in wheel.namelist() if _is_kept(one, package)])
         return
     with tarfile.open(archive) as sdist:
         for member in sdist:
-            file = sdist.extractfile(member) if member.isfile() else None
-            if file is not None and member.name.endswith(".py"):
-                yield member.name, file.read()
+            member.name = member.name.partition("/")[2]  # without the sdist's own folder
+            if member.isfile() and _is_kept(member.name, package):
+                sdist.extract(member, into, filter="data")
+
+
+def _is_kept(name: str, package: str) -> bool:
+    parts = PurePosixPath(name).parts
+    is_skipped = "/".join(parts[:2]) in SKIPPED or ".." in parts
+    return name.endswith(".py") and parts[:1] == (package,) and not is_skipped
 
 
 def _digest(path: Path) -> str:

@@ -68,8 +68,6 @@ def bring_back(version: str, folder: Path, level: str = "*") -> list[Path]:
     """Copy what was recorded of the release to the checkout; return those files there.
 
     Args:
-        version: the release.
-        folder: of the tree.
         level: one of the folders of ``docs/results/matrix``; all if not given.
     """
     data = folder / DATA

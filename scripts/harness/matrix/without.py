@@ -74,7 +74,6 @@ class Load:
 
     Attributes:
         words: what it is, for the page.
-        run: the engine.
         rounds: prompts, round by round.
         job: what else its driver is told.
         engine: arguments beside those of the run.
@@ -82,7 +81,6 @@ class Load:
         scenarios: of ``fence_driver``, instead of rounds.
         held: its copies are held in flight.
         simple: the scenarios are those of SimpleCPUOffloadConnector.
-        ranks: of the scenarios.
         refused: an engine with every row does not come to its end: a row of kvpatch's ends it.
     """
 
@@ -95,7 +93,6 @@ class Load:
     scenarios: tuple[str, ...] = ()
     held: bool = False
     simple: str = ""
-    ranks: int = 1
     refused: bool = False
 
 
@@ -233,13 +230,11 @@ class Engines:
     Args:
         work: a folder for devices, logs and results; what is there from an earlier run of the
             same tree is taken.
-        say: is told how each run ended.
     """
 
     def __init__(self, work: Path, say: Callable[[str], None]) -> None:
         self.work, self.say = work, say
         self._fences: dict[bool, Fences] = {}
-        self._known: dict[tuple[str, tuple[str, ...]], Finished] = {}
 
     def look(self, row: str, look: Look) -> tuple[str, str]:
         """Return what was seen without a row, and the words of it."""
@@ -250,18 +245,15 @@ class Engines:
 
     def run(self, name: str, without: tuple[str, ...]) -> Finished:
         """Run one engine under a load without rows."""
-        key = name, without
-        if key not in self._known:
-            label = re.sub(r"[^a-z0-9_.]+", "-", "-".join((name, *without)).lower())
-            kept = self.work / label / "finished.json"
-            if kept.exists():
-                return Finished(**json.loads(kept.read_text()))
+        label = re.sub(r"[^a-z0-9_.]+", "-", "-".join((name, *without)).lower())
+        kept = self.work / label / "finished.json"
+        if not kept.exists():
             begun = time.monotonic()
-            ended = self._known[key] = self._run(name, without, kept.parent)
+            ended = self._run(name, without, kept.parent)
             kept.write_text(json.dumps(asdict(ended)))
             left_out = ", ".join(without) or "nothing"
             self.say(f"{name}, without {left_out}: {time.monotonic() - begun:.0f} s")
-        return self._known[key]
+        return Finished(**json.loads(kept.read_text()))
 
     def _run(self, name: str, without: tuple[str, ...], folder: Path) -> Finished:
         load = LOADS[name]
@@ -280,18 +272,12 @@ class Engines:
                 "rounds": load.rounds,
             }
         job |= {"driver": driver, "without": list(without)}
+        environment = Device(device).environ(run)
         try:
-            ended = run_driver(
-                job,
-                Device(device).environ(run),
-                folder,
-                timeout=LIMIT,
-                driver="without_driver",
-            )
+            return run_driver(job, environment, folder, timeout=LIMIT, driver="without_driver")
         except subprocess.TimeoutExpired as late:
             log = (folder / "log").read_text(errors="replace")
             return Finished(-1, f"{log}\n{WAITS}: no end after {late.timeout:.0f} s\n", {})
-        return ended
 
     def _scenarios(self, load: Load) -> tuple[Run, dict[str, Any]]:
         simple = bool(load.simple)
@@ -303,7 +289,7 @@ class Engines:
                 model_of, Device(device), folder
             )
         run, job = self._fences[simple].prepare(
-            load.scenarios, load.run.asynchronous, load.ranks, load.simple
+            load.scenarios, load.run.asynchronous, 1, load.simple
         )
         job |= {"may_hold": load.held, "simple": simple, "unpinned": False}
         return replace(run, environment=(*run.environment, *load.run.environment)), job
@@ -370,11 +356,7 @@ def _of_rounds(whole: dict[str, Any], less: dict[str, Any]) -> Iterator[tuple[st
     changed = len(less.get("changed", ())) + less.get("simple", {}).get("changed", 0)
     if changed:
         yield BYTES, f"{changed} restored blocks"
-    had, has = (
-        (sum(record["cached"] for record in part) for part in zip(*pairs, strict=True))
-        if (pairs)
-        else (0, 0)
-    )
+    had, has = (sum(pair[at]["cached"] for pair in pairs) for at in (0, 1))
     if has < 0.9 * had:
         yield LOST, f"{has} tokens from the tier instead of {had}"
     for name in ("twice", "pinned", "device_calls"):

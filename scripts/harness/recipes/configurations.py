@@ -29,7 +29,6 @@ class Recipe(NamedTuple):
     """One way to start a model.
 
     Attributes:
-        model: its name.
         variant: of the recipe: another checkpoint of the model.
         preset: of the recipes' KV offloading.
         strategy: how the model is spread over the node.

@@ -21,11 +21,9 @@ class Feature(NamedTuple):
     """What deployments turn on.
 
     Attributes:
-        name: what it is.
         seen: the deployments that have it, or one like it.
         then: the codes that refused it when they were read.
         changes: to a configuration of OffloadingConnector, by path.
-        model: its kind.
     """
 
     name: str
@@ -109,14 +107,8 @@ FEATURES = (
 
 def configuration(feature: Feature, vllm: str) -> Any:
     """Return the ``VllmConfig`` of a deployment that has a feature and nothing else."""
-    made = axes.configuration_of(Cell(vllm, RUNNER, LAYOUTS[0], place.OFFLOADING, feature.model))
-    for path, value in feature.changes.items():
-        *owners, name = path.split(".")
-        owner = made
-        for one in owners:
-            owner = getattr(owner, one)
-        setattr(owner, name, value)
-    return made
+    cell = Cell(vllm, RUNNER, LAYOUTS[0], place.OFFLOADING, feature.model)
+    return axes.configured(axes.configuration_of(cell), feature.changes)
 
 
 def answers(vllm: str) -> Iterator[tuple[Feature, Answer]]:

@@ -74,12 +74,7 @@ def ask_suspended(config: Any, vllm: str) -> Answer:
 
 
 class Line(NamedTuple):
-    """What is turned on beside a recipe, and the answers.
-
-    Attributes:
-        name: what it is.
-        answers: by recipe.
-    """
+    """What is turned on beside a recipe, and the answers."""
 
     name: str
     answers: dict[Recipe, Answer]

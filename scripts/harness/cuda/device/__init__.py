@@ -1,8 +1,6 @@
 """An emulated CUDA device: the CUDA builds of vLLM, torch and kvcached on a processor alone.
 
-    python -m harness.cuda.device.build DEST --site SITE_PACKAGES
-
-builds for the environment whose packages those are:
+``build.build(DEST, SITE_PACKAGES)`` builds for the environment whose packages those are:
 
     DEST/libcuda.so.1, DEST/libnvidia-ml.so.1     for LD_LIBRARY_PATH
     DEST/libcudart.so.13                          in the place of every other in the environment:

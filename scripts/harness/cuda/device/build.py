@@ -1,4 +1,4 @@
-"""Build the emulated device: ``python -m harness.cuda.device.build DEST [--site PACKAGES]``."""
+"""Build the emulated device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
-from harness import ROOT, console
+from harness import ROOT
 
 HERE = Path(__file__).parent
 NVML = HERE.parent / "driver.c"
@@ -33,6 +33,13 @@ def headers(site: Path | None) -> Path | None:
     return next((one for one in places if (one / "cuda_runtime_api.h").exists()), None)
 
 
+def _headers(site: Path | None) -> Path:
+    include = headers(site)
+    if include is None:
+        raise RuntimeError("CUDA's headers are not there")
+    return include
+
+
 def run(*command: str | Path) -> str:
     """Run a compiler; return what it printed.
 
@@ -51,16 +58,8 @@ def run(*command: str | Path) -> str:
 def _compile(folder: Path, include: Sequence[Path], defines: Sequence[str], name: str) -> Path:
     made = folder / f"{name}.o"
     own = [_NO_TORCH] if name == "physical" else include
-    run(
-        "g++",
-        *_FLAGS,
-        *defines,
-        *(f"-I{one}" for one in own),
-        "-c",
-        HERE / f"{name}.cpp",
-        "-o",
-        made,
-    )
+    folders = (f"-I{one}" for one in own)
+    run("g++", *_FLAGS, *defines, *folders, "-c", HERE / f"{name}.cpp", "-o", made)
     return made
 
 
@@ -93,16 +92,13 @@ def build(folder: Path, site: Path | None = None, defines: Sequence[str] = ()) -
     """Build the device, and for an environment its operators.
 
     Args:
-        folder: gets the libraries.
         site: the packages of the environment, with torch.
         defines: for the compiler; ``-DKVPATCH_MUTANTS`` lets ``EMU_WITHOUT`` leave out a rule.
 
     Raises:
         RuntimeError: the compiler or CUDA's headers are missing, or it failed; its output.
     """
-    include = headers(site)
-    if include is None:
-        raise RuntimeError("CUDA's headers are not there")
+    include = _headers(site)
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
         objects = Path(scratch)
@@ -130,10 +126,7 @@ def conformance(made: Path, site: Path | None = None) -> None:
     Raises:
         RuntimeError: the compiler or CUDA's headers are missing, or it failed; its output.
     """
-    include = headers(site)
-    if include is None:
-        raise RuntimeError("CUDA's headers are not there")
-    flags = ("-std=c++20", "-O1", "-pthread", f"-I{include}")
+    flags = ("-std=c++20", "-O1", "-pthread", f"-I{_headers(site)}")
     run("g++", *flags, "-o", made, HERE / "conformance.cpp", "-ldl")
 
 
@@ -159,16 +152,3 @@ def _operators(
     _link(folder / "libemu_operators.so", *loose, *made, *libraries, folder / "libcuda.so.1")
     for name in STARTUP:
         shutil.copyfile(HERE / name, folder / name)
-
-
-def main() -> None:
-    """Build the device into a folder."""
-    parser = console.parser("python -m harness.cuda.device.build", __doc__ or "")
-    parser.add_argument("folder", type=Path, metavar="DEST", help="for the libraries")
-    parser.add_argument("--site", type=Path, help="the packages of an environment with torch")
-    asked = parser.parse_args()
-    build(asked.folder, asked.site)
-
-
-if __name__ == "__main__":
-    main()
