@@ -12,7 +12,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 from harness import ROOT, console, venvs
@@ -42,7 +41,7 @@ def oldest(name: str) -> str:
     """Return a requirement of pyproject.toml at its lowest version."""
     found = re.search(rf'"{name}>=([^",]*)', (ROOT / "pyproject.toml").read_text())
     if found is None:
-        raise console.HarnessError(f"pyproject.toml has no lowest {name}")
+        raise LookupError(f"pyproject.toml has no lowest {name}")
     return f"{name}=={found[1]}"
 
 
@@ -79,8 +78,8 @@ def run_lanes(name: str) -> bool | None:
         if extra:
             venvs.install(own, "--no-deps", *extra)
 
+    recipe = [python, *(one.name for one in BESIDE), *pinned(), *extra]
     try:
-        recipe = [python, *(one.name for one in BESIDE), *pinned(), *extra]
         venvs.made(folder, " ".join(recipe), make)
     except subprocess.CalledProcessError:
         return False
@@ -95,12 +94,8 @@ def main() -> int:
     parser = console.parser("scripts/pythons", __doc__ or "")
     every = (*PYTHONS, *LANES)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(every))
-    try:
-        names = parser.parse_args().names or every
-        results = {name: passed for name in names if (passed := run_lanes(name)) is not None}
-    except console.HarnessError as error:
-        print(f"pythons: {error}", file=sys.stderr)
-        return 1
+    names = parser.parse_args().names or every
+    results = {name: passed for name in names if (passed := run_lanes(name)) is not None}
     failed = [name for name, passed in results.items() if not passed]
     print(f"passed: {len(results) - len(failed)}; failed: {', '.join(failed) or 'none'}")
     return int(bool(failed) or not results)

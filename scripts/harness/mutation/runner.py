@@ -7,7 +7,7 @@ the tests themselves.
 import compileall
 import contextlib
 import io
-import math
+import multiprocessing
 import os
 import resource
 import shutil
@@ -27,6 +27,7 @@ from harness.mutation.mutants import Mutant
 ROOT = Path(__file__).parents[3]
 # A mutant that hangs is noticed: by the limit of CI. Seconds, above three times the tests' own.
 PATIENCE = 10
+FORK = multiprocessing.get_context("fork")
 MEMORY = 4 << 30  # bytes of addresses, for a loop that fills a list
 
 
@@ -79,7 +80,7 @@ class Module:
         """
         begun = time.monotonic()
         for tests in self._tests:
-            if self._fail(tests, math.inf):
+            if self._fail(tests, None):
                 raise HarnessError(
                     f"the tests of {self._name} fail without a change: {' '.join(tests)}"
                 )
@@ -107,20 +108,16 @@ class Module:
                 return True
             # The machine has become slower, and the tests may only have been late.
 
-    def _fail(self, tests: Sequence[str], limit: float) -> bool | None:
+    def _fail(self, tests: Sequence[str], limit: float | None) -> bool | None:
         """Return whether tests fail; None if they take longer than ``limit`` seconds."""
-        child = os.fork()
-        if child == 0:
-            # The first run keeps what pytest compiles of the tests.
-            os._exit(_run(self._tree, tests, keep=not self.seconds))
-        end = time.monotonic() + limit
-        while time.monotonic() < end:
-            pid, status = os.waitpid(child, os.WNOHANG)
-            if pid:
-                return status != 0
-            time.sleep(0.01)
-        os.killpg(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+        # The first run keeps what pytest compiles of the tests.
+        child = FORK.Process(target=_run, args=(self._tree, tests, not self.seconds))
+        child.start()
+        child.join(limit)
+        if child.exitcode is not None:
+            return child.exitcode != 0
+        os.killpg(child.pid or 0, signal.SIGKILL)
+        child.join()
         return None
 
 
@@ -144,8 +141,8 @@ def warm(tests: Sequence[str]) -> None:
         pytest.main(["--version"])  # imports pytest's own plugins
 
 
-def _run(tree: Path, tests: Sequence[str], keep: bool) -> int:
-    """Run tests in this process; return 0 if all pass. Only in a fork."""
+def _run(tree: Path, tests: Sequence[str], keep: bool) -> None:
+    """Run tests in this process, and end it with 0 if all pass. Only in a fork."""
     os.setpgid(0, 0)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     os.chdir(tree)
@@ -158,16 +155,12 @@ def _run(tree: Path, tests: Sequence[str], keep: bool) -> int:
     os.environ["KVPATCH"] = "0"
     import pytest
 
-    out = io.StringIO()
-    devnull = os.open(os.devnull, os.O_RDWR)
     if not os.environ.get("MUTATE_SHOW"):
+        devnull = os.open(os.devnull, os.O_RDWR)
         for stream in (1, 2):
             os.dup2(devnull, stream)
-    with contextlib.redirect_stdout(out):
-        code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests])
-    if os.environ.get("MUTATE_SHOW"):
-        os.write(2, out.getvalue().encode())
-    return 0 if code == 0 else 1
+    code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests])
+    os._exit(0 if code == 0 else 1)  # whatever threads the tests have left
 
 
 def _ours(path: str) -> bool:
