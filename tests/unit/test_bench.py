@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,7 +12,18 @@ pytest.importorskip("matplotlib")
 from bench_results import cycle, host
 
 from harness import ROOT, markdown
-from harness.bench import arms, eight_models, loads, page, pairing, plots, quoted, two_models
+from harness.bench import (
+    arms,
+    eight_models,
+    engine_steps,
+    loads,
+    page,
+    pairing,
+    plots,
+    quoted,
+    steps_goals,
+    two_models,
+)
 from harness.bench.one_model import turns
 from harness.bench.options import parse
 from harness.bench.pairing import pair, summary
@@ -311,6 +323,65 @@ def test_readme_quotes_the_result_files(folder):
     assert "on vLLM 0.32.0 and kvcached" in quoted.sections(found)["measured"]
 
 
+def test_what_kvcached_takes_of_a_step_is_no_part_of_the_goal():
+    costs = {"vLLM": 700, "vLLM + offloading": 1000, "kvcached": 1100, "kvcached + kvpatch": 1440}
+    arms_of = {arm: [{"us_per_step": cost}] for arm, cost in costs.items()}
+    figure = "churn: a step over vLLM's with its connector on static memory"
+    (row,) = (
+        row
+        for row in steps_goals.rows({"rows": [{"load": "churn", "arms": arms_of}]})
+        if row[0] == figure
+    )
+    assert row[1].endswith("what kvcached alone adds to vLLM's: 1.45x")
+    assert row[2:] == ("-", "1.44x", "met")
+
+
+def test_the_worst_pair_and_seed_decide_on_a_goal_of_sharing():
+    def pair(turn, halves, lru):
+        return {"pair": ["a", "b"], "turn": turn, "over_halves": halves, "over_one_lru": lru}
+
+    def seed(arm, tokens, lru, p90, worst):
+        of = ("tokens_over_static", "tokens_over_one_lru", "p90_over_static")
+        figures = dict(zip(of, (tokens, lru, p90), strict=True))
+        return {"arm": arm, "worst_p90_over_static": worst} | figures
+
+    models = [
+        seed(steps_goals.LENDING, 1.6, 0.96, 0.5, 0.9),
+        seed(steps_goals.LENDING, 1.4, 0.97, 0.56, 1.0),
+        seed("another", 0.1, 0.1, 9.0, 9.0),
+    ]
+    pool = {"rows": [pair(0, 1.2, 0.9), pair(60, 0.9, 1.1)]}
+    found = list(steps_goals.sharing_rows({"pool": pool, "models": {"rows": models}}))
+    assert [(row[2], row[3]) for row in found] == [
+        ("0.900x", "missed"),
+        ("0.900x", "met"),
+        ("1.400x", "missed"),
+        ("0.960x", "met"),
+        ("0.560x", "missed"),
+        ("1.000x", "met"),
+    ]
+    assert found[0][0].endswith("least: a beside b, turns of 60 s")
+
+
 def test_a_page_without_markers_is_not_written():
     with pytest.raises(SystemExit, match="no <!-- numbers: begin -->"):
         markdown.put("text", "numbers", "rows")
+
+
+@pytest.mark.parametrize(("before", "changed", "kept"), [("b", 0, 1), ("b", 1, 0), ("", 0, 0)])
+def test_a_run_of_steps_goes_on_with_what_its_code_has(
+    tmp_path, monkeypatch, before, changed, kept
+):
+    asked = []
+
+    def run(command, check):
+        asked.append(command)
+        return SimpleNamespace(returncode=changed)
+
+    monkeypatch.setattr(engine_steps.subprocess, "run", run)
+    rows = [{"load": "waves", "commit": "abc, changed", "before": "b"}]
+    output = tmp_path / "steps.json"
+    assert engine_steps.begun(output, before) == []
+    output.write_text(json.dumps({"commit": "def", "before": "b", "rows": rows}))
+    assert engine_steps.begun(output, before) == rows[:kept]
+    assert not before or asked[0][5] == "abc", "a row is of the commit that it was measured at"

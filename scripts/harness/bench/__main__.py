@@ -18,6 +18,10 @@ def main(arguments: list[str]) -> int:
         from harness.bench import eight_models
 
         return eight_models.main(arguments[1:])
+    if arguments[:1] == ["steps"]:
+        from harness.bench import engine_steps
+
+        return engine_steps.main(arguments[1:])
     if arguments[:1] == ["instructions"]:
         from harness.bench import instructions
 

@@ -19,8 +19,8 @@ latency, hits, copies and memory of each. The arms of a repeat run one after the
 another order each time; two arms are identical, and their difference is the noise."""
 
 EPILOG = """\
-Other commands: scripts/bench sharing and instructions; scripts/bench-startup measures start-up
-by itself. The machine should be quiet: other load is in the noise. Exit status: 0 when
+Other commands: scripts/bench steps, sharing and instructions; scripts/bench-startup measures
+start-up by itself. The machine should be quiet: other load is in the noise. Exit status: 0 when
 everything was measured, whatever the figures; 1 when something failed; 2 for bad options."""
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from harness import markdown
-from harness.bench import arms, pairing, plots, two_models
+from harness.bench import arms, pairing, plots, steps_goals, two_models
 from harness.bench.loads import RATE as RATE_OF_ANSWERS
 from harness.bench.quoted import RATE, eight_models
 from harness.figures import svg
@@ -18,7 +18,7 @@ Result = dict[str, Any]
 
 PICTURE = "docs/pictures/numbers-shared-device.svg"
 SHOWN = ("host", "sharing", "suspend")
-FILES = (*SHOWN, "startup", "gpu")
+FILES = (*SHOWN, "steps", "startup", "gpu")
 
 
 class Figure(NamedTuple):
@@ -56,6 +56,9 @@ def render(results: Path) -> dict[str, str]:
         "numbers.md",
         gpu=found["gpu"],
         figures=list(figures(found)),
+        steps=found["steps"],
+        steps_rows=list(steps_goals.rows(found["steps"] or {})),
+        sharing_rows=list(steps_goals.sharing_rows(found["sharing"])) if found["sharing"] else [],
         engines=(found["sharing"] or {}).get("engines"),
         limit=(found["suspend"] or {}).get("limit"),
         runs=[one for name in SHOWN if found[name] for one in runs(name, found[name])],

@@ -38,3 +38,8 @@ def measure(
         if echo:
             print(json.dumps({part: result[part]}), flush=True)
         provenance.write(result, report)
+
+
+def word(met: bool) -> str:
+    """Return the verdict on a goal."""
+    return "met" if met else "missed"

@@ -229,7 +229,7 @@ _TESTS: dict[str, dict[str, Ids]] = {
         "test_weights_held_elsewhere_are_taken_off_the_budget": "kvcached_adapters.request_memory",
         "test_the_profile_runs_in_what_vllm_puts_around_it": "kvcached_adapters.profiling",
     },
-    "it changes no answer: what it costs is in docs/numbers.md": {
+    "it changes no answer: what it costs is in scripts/bench steps": {
         "test_pages_are_counted_when_they_change": "elastic_memory.available",
         "test_it_looks_at_the_coldest_blocks_only": "elastic_memory.eviction",
     },
