@@ -268,17 +268,6 @@ def test_a_load_expects_what_was_there_when_it_was_launched(worker):
     assert worker.worker.checked["loaded"] == 1
 
 
-@pytest.mark.parametrize("release", ["0.21.0", "0.24.0", "0.25.1", "0.28.0", "0.33.0"])
-def test_a_store_that_is_flushed_in_its_own_step(release):
-    worker = Worker(release)
-    pair = (worker.blocks(2), Chunks(0))
-    if worker.in_pairs:
-        worker.worker.transfer_async(1, pair)
-    else:
-        worker.worker.submit_store(1, *pair)
-    assert worker.worker.checked["stored"] == 1
-
-
 def test_what_the_audit_does_not_define_is_the_workers(worker):
     worker.worker.wait({5})
     assert worker.copies.waited == [{5}]
