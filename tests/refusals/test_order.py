@@ -79,35 +79,41 @@ def test_ours_lie_over_kvcacheds(run, machine, order):
     assert report["under ours"].startswith("kvcached.integration.vllm.patches.")
 
 
-@pytest.fixture
-def doctor(run, machine):
-    """Check the exit status of ``kvpatch doctor``, and what is in its report."""
-
-    def doctor(code, *words, flags=(), **changes):
-        done = run(sys.executable, "-m", "kvpatch", "doctor", *flags, **machine | changes)
-        assert done.code == code, done.out
-        assert all(word in done.out for word in words), done.out
-
-    return doctor
-
-
 @pytest.mark.parametrize("switch", ["1", "0"])
-def test_doctor_passes_all_gates_on_real_vllm(doctor, switch):
+def test_doctor_passes_all_gates_on_real_vllm(run, machine, switch):
     """Before anybody starts an engine, and with kvpatch off as with it on."""
-    applied = "patches applied: ", "host-device applied", "elastic-memory applied"
-    doctor(0, *applied, KVPATCH=switch)
+    done = run(sys.executable, "-m", "kvpatch", "doctor", **machine | {"KVPATCH": switch})
+    assert done.code == 0, done.out
+    assert "patches applied: " in done.out
+    assert "host-device applied" in done.out
+    assert "elastic-memory applied" in done.out
 
 
-def test_doctor_finds_a_target_that_cannot_be_imported(doctor, machine, tmp_path):
+def test_doctor_finds_a_target_that_cannot_be_imported(run, machine, tmp_path):
     """Nothing but an import shows it; a start refuses it."""
     lost = "vllm.v1.simple_kv_offload.manager"
     (tmp_path / "sitecustomize.py").write_text(f"import sys\nsys.modules[{lost!r}] = None\n")
     path = os.pathsep.join(filter(None, [str(tmp_path), machine.get("PYTHONPATH")]))
-    absent = "the feature simple-offload cannot be applied (absent)"
-    doctor(1, absent, "[KVP201]", PYTHONPATH=path)
-    doctor(0, flags=["--no-import"], PYTHONPATH=path)
+    done = run(sys.executable, "-m", "kvpatch", "doctor", **machine | {"PYTHONPATH": path})
+    assert done.code == 1
+    assert "the feature simple-offload cannot be applied (absent)" in done.out
+    assert "[KVP201]" in done.out
+    done = run(
+        *(sys.executable, "-m", "kvpatch", "doctor", "--no-import"),
+        **machine | {"PYTHONPATH": path},
+    )
+    assert done.code == 0
 
 
-def test_doctor_reports_the_sentence_that_stops_the_import(doctor):
-    said = "PROBLEM kvpatch refuses to start vLLM: this machine has no GPU and the"
-    doctor(1, said, "[KVP502]", flags=["--import"], KVPATCH_HOST_DEVICE="")
+def test_doctor_reports_the_sentence_that_stops_the_import(run, machine):
+    done = run(
+        sys.executable,
+        "-m",
+        "kvpatch",
+        "doctor",
+        "--import",
+        **machine | {"KVPATCH_HOST_DEVICE": ""},
+    )
+    assert done.code == 1
+    assert "PROBLEM kvpatch refuses to start vLLM: this machine has no GPU and the" in done.out
+    assert "[KVP502]" in done.out

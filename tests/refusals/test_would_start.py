@@ -23,12 +23,6 @@ def examine(run, machine, model):
     return examine
 
 
-def offloading(extra):
-    """An OffloadingConnector with an extra config."""
-    connector = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
-    return connector | {"kv_connector_extra_config": extra}
-
-
 def problems(findings):
     return [one for one in findings if one["level"] == "problem"]
 
@@ -44,22 +38,26 @@ def test_a_command_that_would_start(examine, model):
 
 def test_it_says_what_the_start_says(examine, start_server):
     """Refusals of a configuration, word for word."""
-    connector = offloading(TIERS | {"secondary_tiers": [{"type": "example"}]})
-    said, code = examine("--kv-transfer-config", json.dumps(connector))
+    extra = TIERS | {"secondary_tiers": [{"type": "example"}]}
+    connector = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": extra}
+    flags = ("--kv-transfer-config", json.dumps({"kv_role": "kv_both"} | connector))
+    said, code = examine(*flags)
     refused = start_server(connector=connector)
-    assert refused.code == "KVP321"
     (problem,) = problems(said)
     assert (problem["what"].partition(" [")[0], problem["code"], code) == (
         refused.sentence,
         refused.code,
         1,
     )
+    assert refused.code == "KVP321"
 
 
 def test_keys_that_vllm_ignores_are_a_warning(examine):
     tiers = [{"type": "fs", "root_dir": "/tmp"}]
     extra = {"cpu_bytes_to_use": 1 << 28, "eviction_polic": "arc", "secondary_tiers": tiers}
-    found, code = examine("--kv-transfer-config", json.dumps(offloading(extra)))
+    connector = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": extra}
+    flags = ("--kv-transfer-config", json.dumps({"kv_role": "kv_both"} | connector))
+    found, code = examine(*flags)
     assert ([one["level"] for one in found], code) == (["ok", "warning"], 0)
     of = "OffloadingConnector's kv_connector_extra_config"
     ignores, beside = found[1]["what"].split(", and ")
@@ -82,9 +80,10 @@ def test_a_first_limit_that_no_request_of_the_longest_length_fits(examine):
 def test_every_bad_value_at_once(examine):
     """Of options, of the configuration, of variables and of disks."""
     tiers = TIERS | {"secondary_tiers": [{"type": "p2p"}, {"type": "fs", "root_dir": "/proc/kv"}]}
+    connector = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
     flags = (
         *("--kv-ofloading-size", "1", "--max-num-seqs", "many"),
-        *("--kv_transfer_config", json.dumps(offloading(tiers))),
+        *("--kv_transfer_config", json.dumps(connector | {"kv_connector_extra_config": tiers})),
     )
     found, code = examine(*flags, command=("env", "KVPATCH_IDLE=soon", "vllm", "serve"))
     said = [(one["code"], one["what"].partition(":")[0], one["remedy"]) for one in problems(found)]
