@@ -27,10 +27,7 @@ class VllmFinder:
     def find_spec(
         self, name: str, path: Any = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Find vllm through the other finders, with a loader that activates kvpatch.
-
-        Must not raise: programs that never import vllm look up whether it is installed.
-        """
+        """Find vllm through the others, with a loader that activates kvpatch; never raise."""
         if name != "vllm" or _switched_off():
             return None
         spec = self._ask_the_others(name, path, target)
@@ -79,11 +76,7 @@ class _ActivatingLoader:
 
 
 def _activation() -> Any:
-    """Import the rest of kvpatch; refuse vllm if that fails.
-
-    Raises:
-        RefusedImport: a module of kvpatch, or wrapt or packaging, cannot be imported.
-    """
+    """Import the rest of kvpatch; refuse vllm by RefusedImport if that fails."""
     try:
         from kvpatch import activation
     except Exception as error:
@@ -106,13 +99,9 @@ def _switched_off() -> bool:
 
 
 def switch_on() -> None:
-    """Arrange for the patches to be applied when vllm is imported.
+    """Arrange for the patches to be applied when vllm is imported; ImportError if it was before.
 
-    Called by ``import kvpatch``. ``KVPATCH=0`` takes precedence over the import. An
-    unknown value is not reported here, because it may stop only vllm.
-
-    Raises:
-        ImportError: vllm was imported before kvpatch in this process.
+    ``KVPATCH=0`` takes precedence; an unknown value is not reported here, as it may stop only vllm.
     """
     global _finder, switched_on_by_import
     if _switched_off() or _finder is not None:

@@ -11,12 +11,7 @@ _UNLIMITED = 1 << 62  # cgroup v1 writes no limit as the highest multiple of a p
 
 
 class Limit(NamedTuple):
-    """One memory limit.
-
-    Attributes:
-        limit: bytes that may be used.
-        free: bytes of it that are free, or used by pages that the kernel can drop.
-    """
+    """One memory limit, in bytes, and what of it is free or can be dropped by the kernel."""
 
     limit: int
     free: int
@@ -36,12 +31,7 @@ _V1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_cache", "t
 
 
 def tightest(proc: Path = PROC, root: Path = ROOT) -> Limit | None:
-    """Return the limit that leaves the least, or None without one.
-
-    Args:
-        proc: the file with the cgroups of a process.
-        root: where the cgroups are mounted.
-    """
+    """Return the limit that leaves the least, or None without one."""
     found = [limit for folder, files in _folders(proc, root) if (limit := _read(folder, files))]
     return min(found, key=lambda limit: limit.free, default=None)
 

@@ -1,13 +1,9 @@
 """Names that one engine at a time may use, among all engines that share /dev/shm.
 
-Two engines collide over files in /dev/shm, so that is where a claim is: a locked file in a
-folder that no other user can enter. Containers that share /dev/shm see each other's claims
-whatever their network and process namespaces are, and the kernel drops a lock when the last
+A claim is a locked file there, in a folder that no other user can enter: containers that share
+/dev/shm see each other's, whatever their namespaces are, and the kernel drops a lock when the last
 process that has it is gone. The files that a claim covers go with it: at its release, or when the
-next engine starts.
-
-Engines of two users do not see each other's claims; their files differ in the owner, which is
-checked where such a file is opened.
+next engine starts. Two users' files differ in the owner, which is checked where one is opened.
 """
 
 from __future__ import annotations
@@ -31,11 +27,7 @@ TO_TAKE, TO_LOOK = 60.0, 2.0
 
 
 class Taken(Exception):
-    """Another engine has the name.
-
-    Attributes:
-        pid: its process, if it is known and in this pid namespace.
-    """
+    """Another engine has the name; its ``pid``, if that is known in this pid namespace."""
 
     def __init__(self, pid: int | None) -> None:
         super().__init__(pid)
@@ -79,12 +71,7 @@ class Held:
 
 
 def hold(engine: Any, kind: str, name: str) -> Claim:
-    """Claim a name for as long as an ``EngineCore`` lives.
-
-    Raises:
-        Taken: another engine, in this process or another one, has it.
-        Refusal: the folder of claims cannot be used.
-    """
+    """Claim a name for as long as an ``EngineCore`` lives; Taken by another, or Refusal."""
     try:
         claim = take(kind, name)
     except private.Unsafe as error:
@@ -138,16 +125,9 @@ def outer_uid() -> int:
 
 
 def take(kind: str, name: str) -> Claim:
-    """Claim a name.
+    """Claim a name of a kind, which is part of a file's name.
 
-    Args:
-        kind: what the name is of; a part of a file's name.
-        name: any text.
-
-    Raises:
-        Taken: it is claimed already.
-        TimeoutError: a process keeps the folder of claims locked.
-        OSError: the folder of claims cannot be used.
+    Raises Taken; TimeoutError if the folder of claims stays locked; OSError if it cannot be used.
     """
     home = folder()
     private.make_folder(home)
@@ -166,12 +146,7 @@ def take(kind: str, name: str) -> Claim:
 
 
 def held(kind: str, name: str, home: Path | None = None) -> bool:
-    """Whether an engine holds a name, as far as this user can see.
-
-    Args:
-        kind, name: as claimed.
-        home: the folder of claims of one user; this user's if None.
-    """
+    """Whether an engine holds a name, as far as seen in ``home``, this user's folder by default."""
     home = folder() if home is None else home
     path = home / _file_name(kind, name)
     try:

@@ -23,14 +23,7 @@ _WHOLE = ("ssl_keyfile",)  # an option of its own
 
 
 def masked(value: Any, name: str = "") -> Any:
-    """Return a value of JSON in which what has a secret's name is ``MASK``.
-
-    At any depth, also in the JSON at the end of a text.
-
-    Args:
-        value: of JSON.
-        name: that it has.
-    """
+    """Return a value of JSON, or of a text that ends in it, with ``MASK`` for secrets by name."""
     if _SECRET.search(name):
         return MASK
     if isinstance(value, Mapping):
@@ -44,10 +37,7 @@ def masked(value: Any, name: str = "") -> Any:
 
 
 def command(words: Sequence[str]) -> list[str]:
-    """Return a command without the values of keys, tokens and passwords.
-
-    These are values of options, of variables (``NAME=VALUE``), and within JSON.
-    """
+    """Return a command without secrets in options, variables (``NAME=VALUE``) and JSON."""
     return list(_words(words))
 
 

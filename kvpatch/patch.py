@@ -37,37 +37,22 @@ WITH_SLEEP = "sleep mode"
 
 
 class Patch(NamedTuple):
-    """One change to one object of vLLM or kvcached.
+    """One change to one object of vLLM or kvcached."""
 
-    Attributes:
-        id: ``feature.target``, unique.
-        target: ``module:attribute.path``.
-        why: the fault without the patch.
-        upstream: the upstream discussion or source of the fault.
-        until: the event that makes the patch unnecessary.
-        wrapper: ``module:function`` of kvpatch. For ``WRAP`` a wrapt wrapper
-            ``(wrapped, instance, args, kwargs)``; for ``REPLACE`` a function from
-            the original object to its replacement.
-        parameters: names the target's signature must have.
-        since: the first release of vLLM that it applies to.
-        before: the first later release that it does not apply to; None if it applies up to
-            the newest inspected release.
-        kind: wrap a callable or replace an object.
-        only_with: what has to be configured for it to do anything: ``WITH_TIERS``,
-            ``WITH_SLEEP``, or empty for nothing. Runs without it say nothing of the patch, and
-            are not stale when it changes.
-    """
-
-    id: str
-    target: str
-    why: str
-    upstream: str
-    until: str
+    id: str  # ``feature.target``, unique
+    target: str  # ``module:attribute.path``
+    why: str  # the fault without the patch
+    upstream: str  # the upstream discussion or source of the fault
+    until: str  # the event that makes the patch unnecessary
+    # ``module:function`` of kvpatch: for ``WRAP`` a wrapt wrapper, for ``REPLACE`` a function from
+    # the original object to its replacement.
     wrapper: str
-    parameters: tuple[str, ...]
+    parameters: tuple[str, ...]  # names the target's signature must have
     since: str
-    before: str | None = None
+    before: str | None = None  # None if it applies up to the newest inspected release
     kind: Kind = Kind.WRAP
+    # What has to be configured for it to do anything: ``WITH_TIERS``, ``WITH_SLEEP``, or empty.
+    # Runs without it say nothing of the patch, and are not stale when it changes.
     only_with: str = ""
 
     @property
@@ -90,11 +75,7 @@ class Gap(NamedTuple):
 
 
 class Seam(NamedTuple):
-    """Patches that do the same work in different releases of vLLM.
-
-    In every release of its feature exactly one part applies; a release covered by no part,
-    or by several, is refused.
-    """
+    """Patches that do the same work in different releases, of which each has exactly one."""
 
     parts: tuple[Patch | Gap, ...]
 
@@ -114,39 +95,26 @@ class Seam(NamedTuple):
 
 
 class Feature(NamedTuple):
-    """Patches that are applied completely or not at all.
+    """Patches that are applied completely or not at all."""
 
-    Attributes:
-        name: its name in the status line.
-        summary: its guarantee, one line for the documentation.
-        seams: applied in this order, reverted in reverse order; a patch outside a seam
-            applies to every release of the feature.
-        since: the first release of vLLM that it applies to.
-        wanted: ``module:function`` that returns whether this machine needs the
-            feature; None means always.
-        requires: ``module:function`` that is called with the ``Facts`` of the process before vllm
-            is imported, and raises the refusal of what is missing. It changes nothing.
-        prepare: ``module:function`` that is called before vllm is imported, after all
-            ``requires``.
-        rules: ``module:attribute`` of the rules on configurations, see ``rules``.
-        before_kvcached: applied before kvcached patches vllm, because it changes how
-            kvcached does that.
-        optional: disabled on releases that are not validated, where a rule refuses the
-            configurations that need it; any other feature stops vLLM there.
-        distribution: the distribution that has its rows and their code; set where it is found.
-    """
-
-    name: str
-    summary: str
+    name: str  # in the status line
+    summary: str  # its guarantee, one line for the documentation
+    # In the order of application; a patch outside a seam applies to every release.
     seams: tuple[Seam | Patch, ...]
     since: str
+    # ``module:function``: whether this machine needs it; None means always.
     wanted: str | None = None
+    # ``module:function`` that is called with the ``Facts`` of the process before vllm is imported,
+    # and raises the refusal of what is missing. It changes nothing.
     requires: str | None = None
+    # ``module:function`` that is called before vllm is imported, after all ``requires``.
     prepare: str | None = None
-    rules: str | None = None
-    before_kvcached: bool = False
+    rules: str | None = None  # ``module:attribute`` of the rules on configurations, see ``rules``
+    before_kvcached: bool = False  # applied before kvcached patches vllm, because it changes how
+    # Disabled on releases that are not validated, where a rule refuses the configurations that need
+    # it; any other feature stops vLLM there.
     optional: bool = False
-    distribution: str = "kvpatch"
+    distribution: str = "kvpatch"  # that has its rows and their code; set where it is found
 
     @property
     def span(self) -> Span:
@@ -163,11 +131,7 @@ class Feature(NamedTuple):
             yield one if isinstance(one, Seam) else Seam((one,))
 
     def at(self, release: Version) -> tuple[Patch, ...]:
-        """Return the patches for a release of vLLM.
-
-        Raises:
-            LookupError: a seam has no part for the release, or several.
-        """
+        """Return the patches for a release; LookupError if a seam has no part, or several."""
         chosen = []
         for one in self._seams():
             parts = one.at(release)
@@ -184,16 +148,7 @@ class Feature(NamedTuple):
 
 
 def argument(args: Sequence[Any], kwargs: Mapping[str, Any], position: int, name: str) -> Any:
-    """Return an argument of a wrapped call, passed by name or by position.
-
-    Args:
-        args, kwargs: as wrapt passes them to a wrapper; without ``self`` of a method.
-        position: the argument's position in the signature, from 0.
-        name: its name there, listed in the row's ``parameters``.
-
-    Raises:
-        IndexError: it was not passed.
-    """
+    """Return a call's argument, by name or position without ``self``; IndexError without one."""
     return kwargs[name] if name in kwargs else args[position]
 
 
@@ -230,12 +185,7 @@ class AppliedPatch(NamedTuple):
         return self.reached_from(parent)
 
     def revert(self) -> bool:
-        """Restore the exact original object.
-
-        Returns:
-            False if the attribute was replaced again since; it is then left as it is,
-            because restoring it would undo that change.
-        """
+        """Restore the exact original object; return False, and leave it, if replaced since."""
         if vars(self.parent).get(self.attribute) is not self.replacement:
             return False
         if self.inherited:
@@ -249,14 +199,9 @@ Wrapper = Callable[..., Any]
 
 
 def apply(patch: Patch, guard: Callable[[Wrapper], Wrapper] | None = None) -> AppliedPatch:
-    """Apply ``patch``.
+    """Apply ``patch``, with ``guard`` around its wrapper.
 
-    Args:
-        patch: the patch to apply.
-        guard: applied around every wrapper.
-
-    Raises:
-        ImportError, AttributeError: the target or the wrapper does not exist.
+    ImportError or AttributeError: the target or the wrapper does not exist.
     """
     module, _, path = patch.target.partition(":")
     parent, attribute, original = wrapt.resolve_path(importlib.import_module(module), path)
@@ -278,23 +223,14 @@ def topmost(applied: Iterable[AppliedPatch]) -> list[AppliedPatch]:
 
 
 class Transaction:
-    """Patches applied so far, newest last.
-
-    Attributes:
-        guard: applied around every wrapper.
-        applied: the patches in force.
-    """
+    """Patches in force, newest last, with a guard around every wrapper."""
 
     def __init__(self, guard: Callable[[Wrapper], Wrapper] | None = None) -> None:
         self.guard = guard
         self.applied: list[AppliedPatch] = []
 
     def apply_all(self, patches: Iterable[Patch]) -> None:
-        """Apply every patch, or none of them and raise the error of the one that failed.
-
-        Raises:
-            ValueError: a patch is in force already, and would wrap its target twice.
-        """
+        """Apply every patch, or none and raise the error of the one that failed, or is in force."""
         begun = len(self.applied)
         ids = {applied.patch.id for applied in self.applied}
         try:
@@ -310,9 +246,7 @@ class Transaction:
     def revert_to(self, count: int) -> list[str]:
         """Revert down to the first ``count`` patches, newest first.
 
-        Returns:
-            The ids of patches that other packages have patched over since: they stay in
-            force beneath those, and are no longer tracked here.
+        Return the ids of those that other packages have patched over, which stay in force.
         """
         displaced = []
         while len(self.applied) > count:
@@ -324,13 +258,8 @@ class Transaction:
     def revert(self, patch_id: str) -> bool:
         """Revert one patch by id, leaving its feature incomplete; for tests of single patches.
 
-        Later patches of the same object stay in force, over what is beneath it now.
-
-        Returns:
-            False if another package has patched over it since; it then stays in force.
-
-        Raises:
-            KeyError: no patch with this id is in force.
+        Later patches of the same object stay in force. Return False, and leave it, if another
+        package has patched over it; KeyError if it is not in force.
         """
         for at, applied in enumerate(self.applied):
             if applied.patch.id == patch_id:

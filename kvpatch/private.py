@@ -1,8 +1,7 @@
 """Files and folders at names that every user of the machine can guess, in /dev/shm and /tmp.
 
-Another user may make such a name first, as a file, a folder or a link of his own. What is used
-under it must therefore be this user's, and closed to all others; root's is refused as well,
-because nobody but this user puts it there by design.
+Another user may make such a name first. What is used under it must therefore be this user's, and
+closed to all others; root's is refused as well, because only this user puts it there by design.
 """
 
 from __future__ import annotations
@@ -23,10 +22,7 @@ from kvpatch.refusal import Refusal
 class Unsafe(OSError):
     """A file or folder that another user may have made, or can open.
 
-    Args:
-        path: the file or folder.
-        fault: what is wrong with it, as the end of a sentence that begins with the path.
-        remover: who can remove it, and how.
+    Its sentence is the path and ``fault``; ``remover`` says who can remove it, and how.
     """
 
     def __init__(self, path: Path, fault: str, remover: str) -> None:
@@ -36,34 +32,19 @@ class Unsafe(OSError):
         self.remover = remover
 
     def refusal(self, why: str, otherwise: str) -> Refusal:
-        """Return the refusal of an engine that needs the path.
-
-        Args:
-            why: what could happen, as the end of a sentence that begins with "because".
-            otherwise: what the operator can do if it cannot be removed.
-        """
+        """Return the refusal of an engine that needs the path: why, and what to do otherwise."""
         return Refusal(str(self), why, f"{self.remover}, or {otherwise}", code="KVP416")
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder that only this user can enter, or check the one that is there.
-
-    Raises:
-        Unsafe: it is another user's, open to others, or no folder.
-        OSError: it cannot be made.
-    """
+    """Make a folder that only this user can enter, or check that it is, by Unsafe."""
     with suppress(FileExistsError):
         path.mkdir(mode=0o700)
     check_folder(path)
 
 
 def check_folder(path: Path) -> None:
-    """Check that only this user can enter a folder.
-
-    Raises:
-        Unsafe: it is another user's, open to others, or no folder.
-        OSError: it is not there.
-    """
+    """Check that only this user can enter a folder; Unsafe, or OSError if it is not there."""
     status = path.lstat()
     if not stat.S_ISDIR(status.st_mode):
         raise _unsafe(path, status, f"is {_kind(status)} instead of a folder")
@@ -71,16 +52,7 @@ def check_folder(path: Path) -> None:
 
 
 def check_file(path: Path, status: os.stat_result, *, closed: bool = True) -> None:
-    """Check that a regular file is this user's, under no other name.
-
-    Args:
-        path: its path, for the message.
-        status: of the path without following a link, or of the open file.
-        closed: whether no other user may open it.
-
-    Raises:
-        Unsafe: it is not.
-    """
+    """Check that a regular file is this user's, under no other name, and ``closed`` to others."""
     if not stat.S_ISREG(status.st_mode):
         raise _unsafe(path, status, f"is {_kind(status)} instead of a file")
     _check(path, status, closed=closed)
@@ -89,11 +61,7 @@ def check_file(path: Path, status: os.stat_result, *, closed: bool = True) -> No
 
 
 def create(path: Path, data: bytes) -> None:
-    """Make a file that only this user can open, with all of ``data`` in it or not at all.
-
-    Raises:
-        OSError: it is there already, or cannot be made.
-    """
+    """Make a file that only this user can open, with all of ``data``, or none and OSError."""
     file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o600)
     try:
         rest = memoryview(data)
@@ -107,15 +75,9 @@ def create(path: Path, data: bytes) -> None:
 
 
 def read(path: Path, limit: int) -> bytes:
-    """Return a file that no other user can have written, but root.
+    """Return a file that no other user can have written, but root, or Unsafe.
 
-    Args:
-        path: the file, or a link to it.
-        limit: bytes; a longer one is not kvpatch's.
-
-    Raises:
-        Unsafe: another user may have written it, or it is no file.
-        OSError: it cannot be read, or is too long.
+    OSError: it cannot be read, or is longer than ``limit``, and so not kvpatch's.
     """
     # Not blocking: opening a FIFO would wait for its writer.
     file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
@@ -140,16 +102,7 @@ def read(path: Path, limit: int) -> bytes:
 def opened(path: Path, *, closed: bool = True) -> Iterator[int]:
     """Open a file of this user for reading, writing and locking; make it if it is missing.
 
-    Args:
-        path: the file.
-        closed: whether no other user may open it.
-
-    Yields:
-        Its descriptor, which child programs do not inherit.
-
-    Raises:
-        Unsafe: it is another user's, open to others, or no file.
-        OSError: it cannot be made.
+    Child programs do not inherit its descriptor. Raises Unsafe, or OSError if it cannot be made.
     """
     try:
         # Neither follows a link nor waits for the other end of a FIFO.
@@ -185,9 +138,7 @@ def within(seconds: float) -> Callable[[int], None]:
 def alone(folder: Path, lock: Callable[[int], None]) -> Iterator[None]:
     """Keep all other users of a folder out, for the few calls in which its files are not settled.
 
-    Args:
-        folder: this user's.
-        lock: locks the descriptor of the folder, or raises: who has it may be stopped.
+    ``lock`` may raise: who has it may be stopped.
     """
     file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:

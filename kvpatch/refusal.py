@@ -18,18 +18,12 @@ class Basis(str, Enum):
 
 
 class Code(NamedTuple):
-    """One fault.
+    """One fault."""
 
-    Attributes:
-        meaning: the fault, for the documentation.
-        basis: what the refusal is based on.
-        reference: for ``incompatible``, the upstream reference or the test that shows it.
-        verifiable: for ``not validated``, whether ``kvpatch verify`` can tell if it is right.
-    """
-
-    meaning: str
+    meaning: str  # for the documentation
     basis: Basis
-    reference: str = ""
+    reference: str = ""  # for ``incompatible``, the upstream reference or the test that shows it
+    # For ``not validated``, whether ``kvpatch verify`` can tell if it is right.
     verifiable: bool = False
 
 
@@ -341,26 +335,16 @@ VERIFY_IT = ", or test it on this machine with kvpatch verify -- COMMAND"
 
 
 class Refusal(RuntimeError):
-    """Stops vLLM at start-up with one sentence: what, why, what to do.
+    """Stops vLLM at start-up with one sentence: what, why, what to do, as an imperative.
 
     A RuntimeError, because kvcached re-raises those and only logs other exceptions.
-
-    Args:
-        what: the unsupported combination or setting.
-        why: the reason.
-        remedy: what the operator can do about it, as an imperative.
-        code: one of ``CODES``, for lookup in the documentation.
-
-    Attributes:
-        opening: how the sentence begins.
-        final: whether its process ends by it.
-        ways_out: the remedy, and kvpatch verify where that can lift it.
     """
 
-    opening = "kvpatch refuses to start vLLM"
-    final = True
+    opening = "kvpatch refuses to start vLLM"  # how the sentence begins
+    final = True  # its process ends by it
 
     def __init__(self, what: str, why: str, remedy: str, code: str = UNCODED) -> None:
+        # Kvpatch verify among them where that can lift it.
         self.ways_out = remedy + (VERIFY_IT if code in VERIFIABLE else "")
         sentence = f"{self.opening}: {what}, because {why}; {self.ways_out}. [{code}]"
         # A quoted error may have several lines; the refusal must fit in one.
@@ -394,11 +378,7 @@ class Halted(Refusal):
 
 
 class RefusedImport(Refusal, ImportError):
-    """A refusal of ``import vllm`` itself.
-
-    An ImportError, so that a program for which vllm is optional continues without it,
-    as if vllm were not installed.
-    """
+    """A refusal of ``import vllm``, after which a program goes on for which that is optional."""
 
     def __init__(self, what: str, why: str, remedy: str, code: str = UNCODED) -> None:
         super().__init__(what, why, remedy, code)

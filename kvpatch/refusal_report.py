@@ -1,8 +1,7 @@
 """How a refusal reaches the operator: one line on stderr, whichever process refuses.
 
-If an engine or worker refuses, its sentence is buried in the log, and the process that the
-operator started ends with "Engine core initialization failed". So the first refusal is
-written to a file, which exists only after a refusal, and is printed last.
+The process that the operator started ends with "Engine core initialization failed". So the first
+refusal is written to a file, which exists only after a refusal, and is printed last.
 """
 
 from __future__ import annotations
@@ -29,11 +28,7 @@ _hooked = False
 
 
 def vllm_is_missing() -> None:
-    """Record that vllm was not found.
-
-    The import raises Python's own error, which many programs expect and catch; only
-    if it is not caught is the refusal printed in its place.
-    """
+    """Record that vllm was not found: printed unless Python's own error is caught."""
     global _vllm_missing
     _vllm_missing = True
     in_one_line()
@@ -49,10 +44,7 @@ def in_one_line() -> None:
 
 
 def report(refusal: Refusal) -> None:
-    """Record a refusal for ``kvpatch status`` and for the process that the operator started.
-
-    Nothing is raised: the caller raises the refusal, which no other error may replace.
-    """
+    """Record a refusal for ``kvpatch status`` and the operator's process; the caller raises it."""
     sentence = str(refusal)
     refusals.remember(sentence)
     if _is_first() or not refusal.final:

@@ -15,37 +15,24 @@ from kvpatch.patch import Feature, Gap, Kind, Patch, Seam
 
 
 class Row(NamedTuple):
-    """One change to one object of vLLM or kvcached, as far as it differs from the row above it.
-
-    Attributes:
-        id: ``feature.target``, unique.
-        target: ``module:attribute.path``; ``module:`` for the same path in another module.
-        wrapper: ``module:function`` in the feature's package (or whole, from ``kvpatch`` on), and
-            the names that the target's signature must have, as in ``legacy:around_load(self)``.
-            Without names they are those of the row above, or ``self`` of what is in a class.
-        why: the fault without the patch.
-        upstream: the upstream discussion or source of the fault.
-        until: the event that makes the patch unnecessary; the release of the newer part, if the
-            row has a fault of its own and says nothing else.
-        since: the first release of vLLM that it applies to, the feature's if not given.
-        but: what is different in the fault of the first row of the seam.
-        kind: wrap a callable or replace an object.
-        only_with: as of a ``Patch``.
-        earlier: why nothing is patched before ``since``.
-        later: the release from which nothing is patched any more, and why.
-    """
+    """One change to one object of vLLM or kvcached, as far as it differs from the row above it."""
 
     id: str
-    target: str = ""
+    target: str = ""  # ``module:attribute.path``; ``module:`` for the same path in another module
+    # ``module:function`` in the feature's package (or whole, from ``kvpatch`` on), and the names
+    # that the target's signature must have, as in ``legacy:around_load(self)``. Without names they
+    # are those of the row above, or ``self`` of what is in a class.
     wrapper: str = ""
     why: str = ""
     upstream: str = ""
+    # The release of the newer part, if the row has a fault of its own and says nothing else.
     until: str = ""
     since: str = ""
-    but: str = ""
+    but: str = ""  # what is different in the fault of the first row of the seam
     kind: Kind | None = None
     only_with: str | None = None
-    earlier: str = ""
+    earlier: str = ""  # why nothing is patched before ``since``
+    # The release from which nothing is patched any more, and why.
     later: tuple[str, str] | None = None
 
 
@@ -79,13 +66,9 @@ def feature(
 ) -> Feature:
     """Return a feature, with its rows as they are in each release.
 
-    Args:
-        home: its package or module; what it names of that is relative to it.
-        since: the first release of vLLM that it applies to.
-        seams: rows and seams, in the order of application.
-        name: in the status line; its home's below ``patches``, if none is given.
-        upstream, until, only_with: of rows that say nothing else.
-        fields: the other fields of a ``Feature``.
+    What it names of ``home``, its package or module, is relative to that; its name is that of its
+    home below ``patches``, if none is given. ``upstream``, ``until`` and ``only_with`` are those of
+    rows that say nothing else.
     """
     blank = Patch("", "", "", upstream, until, "", (), since, only_with=only_with)
     for field in ("wanted", "requires", "prepare", "rules"):

@@ -1,8 +1,4 @@
-"""State that kvpatch keeps on objects of vLLM: one attribute, with one typed object per purpose.
-
-A feature defines a class for its state and attaches an instance to the object of vLLM whose
-lifetime it shares; reads are typed.
-"""
+"""State that kvpatch keeps on objects of vLLM: one attribute, with one typed object per purpose."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The releases of vLLM and kvcached: inspected and validated.
 
-Inspected: the release's sources were checked against every row of ``kvpatch.patches``, and
-its signatures are recorded in ``docs/results/matrix/signatures``. Validated: it has also passed the
-full engine test matrix, and may start. Each patch release is validated separately.
+Inspected: its sources were checked against every row of ``kvpatch.patches``, and its signatures are
+recorded in ``docs/results/matrix/signatures``. Validated: it has also passed the full engine test
+matrix, and may start. Each patch release is validated separately.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def is_validated(vllm: Installed, span: Span = _SINCE_FLOOR) -> bool:
 
 
 def nearest(vllm: Installed) -> str:
-    """Return the newest validated release that is not newer than ``vllm``, else the oldest.
+    """Return the newest validated release not newer than ``vllm``, else the oldest.
 
     For a version without a number it is the newest.
     """
@@ -96,11 +96,7 @@ def nearest(vllm: Installed) -> str:
 def in_ranges(releases: Collection[str]) -> str:
     """Return releases of vLLM in words: ``0.16.0, 0.19.1 to 0.28.0 or 0.30.0``.
 
-    Three and more, between which no other release is known, are one range. Twenty-six names one
-    after the other are no sentence that an operator reads to its end.
-
-    Args:
-        releases: names in ``RELEASES``.
+    Three and more, between which no other release is known, are one range.
     """
     runs = (list(run) for named, run in groupby(RELEASES, set(releases).__contains__) if named)
     return in_words(
@@ -109,11 +105,7 @@ def in_ranges(releases: Collection[str]) -> str:
 
 
 def release_of(vllm: Installed) -> Version:
-    """Return the inspected release whose rows apply to ``vllm``.
-
-    That is its own release number; for a later release, or a version without a number, the
-    newest inspected release.
-    """
+    """Return the inspected release whose rows apply to ``vllm``: its own, else the newest."""
     newest = parsed(INSPECTED)
     return newest if vllm.version is None else min(newest, parsed(vllm.version.base_version))
 
@@ -122,23 +114,14 @@ _V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
 
 
 class Fault(NamedTuple):
-    """One fault of vLLM with offloading on kvcached's memory.
-
-    Attributes:
-        span: the releases that have it.
-        what: the fault, as the reason of a refusal.
-        upstream: where it was reported or fixed.
-        fixed: the first release without it.
-        target: the object that fixed it; empty if the fault is a requirement.
-        parameter: the parameter of ``target`` that fixed it; empty for the whole target.
-    """
+    """One fault of vLLM with offloading on kvcached's memory."""
 
     span: Span
-    what: str
-    upstream: str
+    what: str  # as the reason of a refusal
+    upstream: str  # where it was reported or fixed
     fixed: str
-    target: str = ""
-    parameter: str = ""
+    target: str = ""  # the object that fixed it; empty if the fault is a requirement
+    parameter: str = ""  # that fixed ``target``; empty for all of it
 
     @property
     def why(self) -> str:

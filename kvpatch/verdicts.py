@@ -1,8 +1,7 @@
 """The verdicts of ``kvpatch verify``: files, and for what each of them holds.
 
-A verdict holds for one combination, see ``upstream.combination``, and for nothing else: another
-version, model shape, setting or device asks again. It lifts refusals that are based on
-missing validation, and only those that were lifted in its own run.
+A verdict holds for one combination, see ``upstream.combination``. It lifts refusals that are based
+on missing validation, and only those that were lifted in its own run.
 """
 
 from __future__ import annotations
@@ -38,43 +37,25 @@ _ANOTHER = {
 
 
 class Verified(NamedTuple):
-    """A verdict that holds for the configuration of a process.
+    """A verdict that holds for the configuration of a process."""
 
-    Attributes:
-        date: of its run; empty in the run itself.
-        codes: of the refusals that it lifts.
-    """
-
-    date: str
-    codes: frozenset[str]
+    date: str  # empty in the run itself
+    codes: frozenset[str]  # of the refusals that it lifts
 
 
 class Verdict(NamedTuple):
-    """One verdict file.
-
-    Attributes:
-        path: of the file.
-        word: ``right`` or ``wrong``.
-        date: of the run, as ``2026-11-22``.
-        lifted: the codes of the refusals that were lifted in it.
-        combination: that ran.
-        command: that the operator gave.
-    """
+    """One verdict file."""
 
     path: Path
-    word: str
-    date: str
-    lifted: frozenset[str]
+    word: str  # ``right`` or ``wrong``
+    date: str  # as ``2026-11-22``
+    lifted: frozenset[str]  # the codes of the refusals that were lifted
     combination: dict[str, Any]
     command: tuple[str, ...]
 
 
 def own_folder(environment: Mapping[str, str] = os.environ) -> Path:
-    """Return the user's folder of verdicts, which need not exist.
-
-    Raises:
-        OSError: this user has no home.
-    """
+    """Return the user's folder of verdicts, which need not exist; OSError without a home."""
     data = environment.get("XDG_DATA_HOME", "")
     try:
         home = Path(data) if data.startswith("/") else Path("~/.local/share").expanduser()
@@ -123,12 +104,7 @@ def files(environment: Mapping[str, str] = os.environ) -> Iterator[Path]:
 
 
 def read(path: Path) -> Verdict:
-    """Read a verdict.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it is no verdict, or of another kvpatch.
-    """
+    """Read a verdict, or raise OSError; ValueError if it is none, or another kvpatch's."""
     try:
         content = json.loads(private.read(path, LONGEST))
         if content["format"] == 1:
@@ -204,8 +180,7 @@ def early(environment: Mapping[str, str] = os.environ) -> frozenset[str]:
 def inherited(environment: Mapping[str, str] = os.environ) -> Verified | None:
     """Return the verdict that holds in this process before it has a configuration.
 
-    That of the process that started it, if that is vLLM's; and in a run of ``kvpatch verify``
-    everything that it can judge.
+    That of the vLLM that started it; in a run of ``kvpatch verify`` everything that it can judge.
     """
     if VERIFY.read(environment):
         return Verified("", VERIFIABLE)
@@ -226,13 +201,7 @@ def pass_on(verified: Verified | None) -> None:
 def covering(
     combination: Mapping[str, Any], codes: Iterable[str], known: Iterable[Verdict]
 ) -> Verdict | None:
-    """Return the newest verdict on a combination if it is right and lifts what must be lifted.
-
-    Args:
-        combination: that would run.
-        codes: of the refusals that stop it.
-        known: the verdicts.
-    """
+    """Return the newest verdict on a combination if it is right and lifts what must be lifted."""
     if not combination["device"]:
         return None
     masked = masking.masked(combination)
@@ -275,10 +244,7 @@ def _differences(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[str]:
 
 
 def digest(package: str) -> str:
-    """Return a digest of the code of a package, or of a module that is none.
-
-    Nothing is imported for it. That of one that is not there is empty.
-    """
+    """Return a digest of a package's or module's code, empty without one; nothing is imported."""
     import hashlib
 
     found = hashlib.sha256()

@@ -14,25 +14,16 @@ from kvpatch.telemetry.printable import printable
 
 @dataclass(frozen=True)
 class Event:
-    """One thing that happened.
+    """One thing that happened."""
 
-    Attributes:
-        at: seconds since the epoch.
-        name: the engine; empty for something about all of them.
-        what: ``limit``, ``refused``, ``appeared``, ``ended``, ``silent``, ``answers``, ``left``
-            or ``note``.
-        why: a reason, or the whole sentence of a note.
-        before, limit: of a limit, in bytes.
-        dry: it was not done, because it was a dry run.
-    """
-
-    at: float
-    name: str
+    at: float  # seconds since the epoch
+    name: str  # the engine; empty for something about all of them
+    # ``limit``, ``refused``, ``appeared``, ``ended``, ``silent``, ``answers``, ``left``, ``note``.
     what: str
-    why: str = ""
-    before: int = 0
+    why: str = ""  # a reason, or the whole sentence of a note
+    before: int = 0  # of a limit, in bytes
     limit: int = 0
-    dry: bool = False
+    dry: bool = False  # it was not done, because it was a dry run
 
     @classmethod
     def of(cls, at: float, move: Move, dry: bool, refused: str = "") -> Event:

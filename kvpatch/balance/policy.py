@@ -36,15 +36,9 @@ def plan(
     terms: Callable[[str], Terms] = lambda name: Terms(),
     settings: Settings = _USUAL,
 ) -> Plan:
-    """Return who gets how much of a device, and what is to be done for it now.
+    """Return who gets how much of a device, in bytes, and what is to be done for it now.
 
-    Args:
-        engines: of one device.
-        device: bytes that all of them may map together.
-        past: of the plan before it; empty at first.
-        now: seconds of any clock that does not go back.
-        terms: what the operator wants of the engine of a name.
-        settings: how memory is moved.
+    ``past`` is of the plan before it, empty at first; ``now`` seconds of any monotonic clock.
     """
     by_name = sorted(engines, key=lambda one: one.name)
     longest = {one.name: min(one.least, one.most) for one in by_name}
@@ -98,14 +92,7 @@ def _now(one: Engine, lends: bool, settings: Settings) -> Engine:
 
 
 def grants(moves: Iterable[Move], engines: Iterable[Engine], device: int, page: int) -> list[Move]:
-    """Return which engines get how much, once others have given what they could.
-
-    Args:
-        moves: of a plan; those that lower a limit were carried out, as far as that was possible.
-        engines: as they are after that.
-        device: bytes that all of them may map together.
-        page: bytes to which limits are rounded of engines that do not say how large a page is.
-    """
+    """Return which engines get how much, once others have given what they could of the moves."""
     now = {one.name: one for one in engines}
     free = max(0, device - sum(one.held for one in now.values()))
     wanted = [
@@ -197,12 +184,7 @@ def _shares(
 
 
 def _fill(room: float, wanted: Mapping[str, tuple[float, float]]) -> dict[str, float]:
-    """Share ``room`` by weight, to none more than it wants.
-
-    Args:
-        room: what there is.
-        wanted: for each name what it wants, and its weight; without a weight it gets nothing.
-    """
+    """Share ``room`` by weight, to none more than it wants; without a weight it gets nothing."""
     got = dict.fromkeys(wanted, 0.0)
     open_ = {name for name, (size, weight) in wanted.items() if size > 0 and weight > 0}
     while open_ and room > 0:

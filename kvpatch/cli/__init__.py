@@ -1,8 +1,6 @@
 """The ``kvpatch`` command: a list of subcommands, each in a module of its own.
 
-A subcommand's module has ``configure(parser)``, which adds its options, and
-``run(arguments) -> int``, which returns the exit code. Only the module of the
-requested subcommand is imported.
+It has ``configure(parser)`` and ``run(arguments) -> int``; only the wanted one is imported.
 """
 
 from __future__ import annotations
@@ -46,10 +44,7 @@ COMMANDS: tuple[Command, ...] = (
 
 
 def operator_environment() -> dict[str, str]:
-    """Return the environment as the operator set it.
-
-    Importing kvpatch switches it on for child processes, which no subcommand intends.
-    """
+    """Return the environment without what importing kvpatch set for child processes."""
     environment = dict(os.environ)
     if bootstrap.switched_on_by_import:
         environment.pop(SWITCH.name, None)

@@ -18,10 +18,7 @@ _QUIT = b"qQ\x04"  # and end of file
 
 
 class Screen:
-    """The terminal's second screen, which leaves what was on the first one as it was.
-
-    Lines are written over those before, so that nothing flickers; what does not fit is cut.
-    """
+    """The terminal's second screen: lines are written over those before, and cut to its size."""
 
     def __enter__(self) -> Screen:
         self._before: list[Any] | None = None

@@ -29,13 +29,7 @@ PORT = 8000  # vLLM's own
 
 
 class Model(NamedTuple):
-    """One model that is asked for.
-
-    Attributes:
-        path: as it was given.
-        shape: its KV cache.
-        weights: bytes of its weights on each rank; 0 where they are not there.
-    """
+    """One model that is asked for; weights are bytes on each rank, 0 where they are not there."""
 
     path: Path
     shape: Shape
@@ -49,11 +43,7 @@ class Model(NamedTuple):
 
 
 def _size(text: str) -> int:
-    """Return a size in bytes; vLLM's own options count GiB where there is no unit.
-
-    Raises:
-        argparse.ArgumentTypeError: it is none, or as small as if its unit was forgotten.
-    """
+    """Return a size in bytes; a number alone is of GiB to vLLM, and refused if it is too small."""
     number = parsed(environ.size, text)
     if number < 1 << 20:
         raise argparse.ArgumentTypeError(f"{text} is {readable(number)}; use for example 64GiB")

@@ -143,13 +143,9 @@ def last_refusals(recent: list[dict[str, Any]]) -> list[str]:
 
 
 def block(seen: Seen, told: dict[str, int] | None = None) -> str:
-    """Return the lines about one process; a single line if it does not run.
+    """Return the lines about one process, as text only; a single line if it does not run.
 
-    What a page may leave out is left out; nothing of it reaches the terminal but text.
-
-    Args:
-        seen: the process.
-        told: the process that was the first to have features; gets those of this one.
+    ``told`` is the process that was the first to have features; it gets those of this one.
     """
     if seen.state not in reader.WELL or seen.page is None:
         return printable(seen.line)

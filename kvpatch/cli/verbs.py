@@ -40,10 +40,7 @@ def name_argument(parser: argparse.ArgumentParser) -> None:
 def do(options: argparse.Namespace, verb: Verb, goes_on: str) -> int:
     """Do something to the engine that is named; print how it ended, and return the exit code.
 
-    Args:
-        options: with ``name`` and ``json``.
-        verb: what is done.
-        goes_on: what the engine does although nobody waits for it any longer.
+    ``goes_on`` says what the engine does although nobody waits for it any longer.
     """
     engine = None
     try:

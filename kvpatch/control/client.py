@@ -32,34 +32,21 @@ class Unanswered(Refused):
 
 @dataclass(frozen=True)
 class Answer:
-    """How a question ended.
+    """How a question ended; ``resident`` to ``lost`` are blocks, other sizes device bytes."""
 
-    Attributes:
-        phase: of the engine, one of ``runs`` and ``suspended`` once a verb has ended.
-        resident: blocks with a hash that were on the device.
-        kept: those of them that are in the tier.
-        partial: those of them that fill no chunk (``blocks_per_chunk``), which no tier stores.
-        lost: the others that are nowhere, which like these are computed again when asked for.
-        freed: bytes of the device that were given back.
-        mapped: bytes of the device that are mapped or reserved now.
-        limit: bytes that the engine may map now.
-        seconds: from the question to the answer, in the engine.
-        planned: whether these are the blocks of a plan, and nothing was done.
-        later: bytes that it may map from its resumption on; 0 if that was not asked for.
-        said: the whole line, with fields of later versions.
-    """
-
-    phase: str
-    resident: int = 0
-    kept: int = 0
+    phase: str  # of the engine, one of ``runs`` and ``suspended`` once a verb has ended
+    resident: int = 0  # with a hash, on the device
+    kept: int = 0  # of them, those in the tier
+    # Of them, those that fill no chunk (``blocks_per_chunk``), which no tier stores.
     partial: int = 0
-    lost: int = 0
+    lost: int = 0  # the others that are nowhere, which like these are computed again when asked for
     freed: int = 0
-    mapped: int = 0
+    mapped: int = 0  # or reserved
     limit: int = 0
-    seconds: float = 0.0
-    planned: bool = False
-    later: int = 0
+    seconds: float = 0.0  # from the question to the answer, in the engine
+    planned: bool = False  # nothing was done: it was a plan
+    later: int = 0  # the limit from its resumption on; 0 if that was not asked for
+    # The whole line, with fields of later versions.
     said: dict[str, Any] = field(default_factory=dict, compare=False)
 
     @classmethod
@@ -107,12 +94,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine that listens.
-
-    Attributes:
-        path: of its socket.
-        said: its description of itself, see ``suspend.server.describe``.
-    """
+    """An engine that listens at a path and describes itself, see ``suspend.server.describe``."""
 
     path: Path
     said: dict[str, Any]
@@ -155,29 +137,18 @@ class Engine:
         Args:
             finish: let running requests finish first, instead of preempting them.
             whole: do not suspend if the tier cannot keep every block.
-            timeout: seconds after which the engine runs on as before; None for no limit.
-            tell: called with every line of progress.
-
-        Raises:
-            Refused: it is not suspended, or not as asked; the message says why.
+            timeout: seconds after which the engine runs on as before.
+            tell: called with every line of progress; Refused is raised if it is not as asked.
         """
         asked = {"finish": finish, "whole": whole, "timeout": timeout}
         return self._ask({"verb": "suspend", **asked}, tell)
 
     def plan(self) -> Answer:
-        """Return what a suspension would keep and lose now, without one.
-
-        Raises:
-            Refused: it cannot be suspended.
-        """
+        """Return what a suspension would keep and lose now, or Refused, without one."""
         return self._ask({"verb": "suspend", "plan": True}, None)
 
     def resume(self, *, tell: Tell | None = None) -> Answer:
-        """Give it its limit back; requests that waited run.
-
-        Raises:
-            Refused: the engine failed to.
-        """
+        """Give it its limit back, so that waiting requests run; Refused if the engine failed to."""
         return self._ask({"verb": "resume"}, tell)
 
     def limit(
@@ -188,18 +159,13 @@ class Engine:
         patience: float | None = None,
         tell: Tell | None = None,
     ) -> Answer:
-        """Set the bytes of the device that it may map.
+        """Set the bytes of the device that it may map; Refused if it cannot, or does not answer.
 
         Args:
-            size: those bytes.
             revision: one more than the ``revision`` of ``said``, so that the limit is refused if
-                somebody else has set one since; None to set it in any case.
-            patience: seconds after which the answer is not waited for any longer; the engine goes
-                on with what it was asked.
+                somebody else has set one since.
+            patience: seconds to wait; without an answer the engine goes on with what it was asked.
             tell: called with every line of progress.
-
-        Raises:
-            Refused: it is no size that the engine can have, or it has not answered yet.
         """
         asked: dict[str, Any] = {"verb": "limit", "size": size}
         if revision is not None:
@@ -214,18 +180,12 @@ class Engine:
         controls: float | None = None,
         alone: int | None = None,
     ) -> dict[str, Any]:
-        """Return what it needs and could have, see ``suspend.demand``.
+        """Return what it needs and could have, see ``suspend.demand``; Refused if it does not know.
 
         Args:
-            patience: seconds to wait for the answer.
             controls: seconds for which the caller sees to the limits of all engines of the device:
-                so long its prefix cache is bounded by its limit alone, unless its operator set
-                ``KVCACHED_MAX_CACHED_TOKENS``.
-            alone: bytes of the limit that it is to take when it has not been asked again by then;
-                None for the one that it has.
-
-        Raises:
-            Refused: it does not know, or does not answer in time.
+                so long the prefix cache is bounded by it alone, unless the operator bounded it.
+            alone: bytes of the limit to take when it is not asked again by then; None to keep it.
         """
         asked: dict[str, Any] = {"verb": "demand"}
         if controls is not None:
@@ -257,15 +217,10 @@ class Engine:
 
 @dataclass(frozen=True)
 class Silent:
-    """An engine that listens and does not answer: it is stopped, or waits for the machine.
-
-    Attributes:
-        path: of its socket.
-        pid: of its process; 0 if it cannot be seen.
-    """
+    """An engine that listens and does not answer: it is stopped, or waits for the machine."""
 
     path: Path
-    pid: int
+    pid: int  # 0 if it cannot be seen
 
     @property
     def sentence(self) -> str:
@@ -274,16 +229,10 @@ class Silent:
 
 
 def ask(path: Path, question: dict[str, Any], timeout: float) -> Iterator[dict[str, Any]]:
-    """Ask the engine at a socket; iterate over what it says.
+    """Ask the engine at a socket a verb and what belongs to it; iterate over what it says.
 
-    Args:
-        path: the socket.
-        question: a verb and what belongs to it.
-        timeout: seconds without a line after which it is given up.
-
-    Raises:
-        OSError: nobody listens there, nothing is said, or the folder is open to others.
-        ValueError: it is not an engine that answers.
+    Raises OSError without a listener or a line in ``timeout`` seconds, or if the folder is open to
+    others; ValueError if it is no engine that answers.
     """
     private.check_folder(path.parent)
     with socket.socket(socket.AF_UNIX) as connection:
@@ -295,20 +244,12 @@ def ask(path: Path, question: dict[str, Any], timeout: float) -> Iterator[dict[s
 
 
 def engines() -> list[Engine]:
-    """Return the engines of this user that listen and answer, by name.
-
-    Raises:
-        private.Unsafe: the folder of their sockets is another user's, or open to others.
-    """
+    """Return the engines of this user that listen and answer, by name."""
     return every()[0]
 
 
 def every() -> tuple[list[Engine], list[Silent]]:
-    """Return the engines of this user that answer, by name, and those that do not.
-
-    Raises:
-        private.Unsafe: the folder of their sockets is another user's, or open to others.
-    """
+    """Return the engines of this user that answer, by name, and those that do not."""
     asked = list(of_each(_at))
     found = [one for one in asked if isinstance(one, Engine)]
     silent = [one for one in asked if isinstance(one, Silent)]
@@ -316,11 +257,7 @@ def every() -> tuple[list[Engine], list[Silent]]:
 
 
 def of_each(ask: Callable[[Path], T]) -> list[T]:
-    """Return what is asked at the sockets of this user's engines, of several at a time.
-
-    Raises:
-        private.Unsafe: their folder is another user's, or open to others.
-    """
+    """Ask at this user's sockets, several at a time; Unsafe for a folder others can enter."""
     home = protocol.folder()
     try:
         private.check_folder(home)
@@ -354,13 +291,9 @@ def _listener(path: Path) -> int:
 
 
 def find(name: str) -> Engine:
-    """Return the engine with a kvcached name, the name of a model, or a pid.
+    """Return the engine with a kvcached name, as set or kept, a model's name, or a pid; or Refused.
 
-    A kvcached name may be as it was set, or as kvcached keeps it. One that its data parallel
-    server was given is that of the only rank here, if there is one.
-
-    Raises:
-        Refused: there is none, it does not answer, or several serve the model.
+    A name that its data parallel server was given is that of the only rank here, if there is one.
     """
     kept = protocol.kept(name)
     own = _at(protocol.path_of(kept))  # the others may be stopped, and are not waited for

@@ -19,10 +19,6 @@ def run(
     """Run ``code`` in ``python``, with nothing of the current folder on its path.
 
     What it publishes, its refusals too, is nobody's whose engines ``kvpatch status`` shows.
-
-    Raises:
-        OSError: it cannot be started.
-        subprocess.TimeoutExpired: it takes longer than ``seconds``.
     """
     with tempfile.TemporaryDirectory(prefix="kvpatch-doctor-") as folder:
         return subprocess.run(

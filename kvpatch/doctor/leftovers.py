@@ -1,8 +1,4 @@
-"""Files that exited engines left behind in shared memory and /tmp.
-
-The report deletes nothing: it names the command that removes a leftover of this user, and
-the owner of any other. ``kvpatch clean --yes`` removes those that are surely nobody's.
-"""
+"""Files that exited engines left behind in shared memory and /tmp; only ``remove`` removes any."""
 
 from __future__ import annotations
 
@@ -39,25 +35,16 @@ LIGHT = 1 << 20
 
 
 class Kind(NamedTuple):
-    """One kind of leftover, and how to determine that its engine has exited.
-
-    Attributes:
-        folder, pattern: the location of its files.
-        what: its description.
-        group: a regular expression for the process group in its name, if it has one.
-        pid: the same for a process id.
-        pool: whether it is a pool of kvcached, which no process keeps open, and whose name
-            an operator may have chosen (KVCACHED_IPC_NAME).
-        ledger: whether it is a ledger of the host device or its lock, which no process keeps open;
-            the ledger has the processes.
-    """
+    """One kind of leftover, and how to determine that its engine has exited."""
 
     folder: Path
     pattern: str
     what: str
-    group: str = ""
-    pid: str = ""
+    group: str = ""  # a regular expression for the process group in its name, if it has one
+    pid: str = ""  # the same for a process id
+    # Kvcached's, which no process keeps open, and whose name may be KVCACHED_IPC_NAME.
     pool: bool = False
+    # The host device's, or its lock, which no process keeps open; it has the processes.
     ledger: bool = False
 
 
@@ -78,31 +65,18 @@ LOGS = Kind(TMP, "kvpatch-verify-*", "logs of kvpatch verify")
 
 @dataclass(frozen=True)
 class Leftover:
-    """One file or folder whose engine has exited, or may have.
-
-    Attributes:
-        path: its path.
-        folder: the shared folder that it is in.
-        what: its description.
-        owner: the user it belongs to.
-        bytes: the memory or disk space that it occupies.
-        mine: whether this user may remove it.
-        certain: whether its engine is known to have exited; the processes of another user,
-            and of a container that shares the folder, cannot be inspected.
-        chosen: whether it is a pool under a name that an operator chose, and so that of an engine
-            without kvpatch, which claims no name.
-        inode: which file it was when it was looked at.
-    """
+    """One file or folder whose engine has exited, or may have."""
 
     path: Path
-    folder: Path
+    folder: Path  # the shared one that it is in
     what: str
     owner: str
-    bytes: int
-    mine: bool
+    bytes: int  # of memory or disk
+    mine: bool  # whether this user may remove it
+    # Its engine is seen to have exited, which is not seen of other users' or containers'.
     certain: bool
-    chosen: bool
-    inode: int
+    chosen: bool  # a pool under an operator's name, and so of an engine that claims none
+    inode: int  # when it was looked at
 
     @property
     def sure(self) -> bool:
@@ -159,12 +133,7 @@ def report(group: list[Leftover]) -> Finding:
 
 
 def find(kinds: Iterable[Kind], me: int | None = None) -> Iterator[Leftover]:
-    """Yield the files that no running process uses.
-
-    Args:
-        kinds: the kinds of leftover to look for.
-        me: the user whose files may be removed; this process's user if None.
-    """
+    """Yield the files that no running process uses, which ``me`` or this user may remove."""
     me = os.getuid() if me is None else me
     # All before the processes: what is made while these are read is nobody's leftover.
     candidates = list(_candidates(kinds))
@@ -208,11 +177,7 @@ def _candidates(kinds: Iterable[Kind]) -> Iterator[tuple[Kind, Path, os.stat_res
 
 
 def remove(leftover: Leftover) -> None:
-    """Remove a file, or a folder and what is in it; no link is followed.
-
-    Raises:
-        OSError: it cannot be removed, or its name is another file's by now.
-    """
+    """Remove a file, or a folder and what is in it; no link is followed, nor a name used anew."""
     status = leftover.path.lstat()
     if status.st_ino != leftover.inode:
         raise OSError(errno.EBUSY, "another file has its name by now")
@@ -283,15 +248,10 @@ def _alive(target: int) -> bool:
 
 
 class InUse(NamedTuple):
-    """What processes use.
+    """What processes use."""
 
-    Attributes:
-        paths: that they have open, mapped or bound. An abstract socket is listed by its name
-            behind an ``@``.
-        hidden: the users of Pythons whose paths cannot be read, as of one that is not dumpable.
-    """
-
-    paths: set[str]
+    paths: set[str]  # open, mapped or bound; an abstract socket by its name behind an ``@``
+    # The users of Pythons whose paths cannot be read, as of one that is not dumpable.
     hidden: set[int]
 
 

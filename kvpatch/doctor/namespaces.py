@@ -1,8 +1,4 @@
-"""Which processes cannot be seen from here.
-
-Containers may share /dev/shm (``docker --ipc=host``, the containers of a pod), and have process
-ids and abstract sockets of their own: what looks dead from outside may be alive in one.
-"""
+"""Which processes cannot be seen: containers that share /dev/shm have process ids of their own."""
 
 from __future__ import annotations
 
@@ -18,11 +14,6 @@ def all_are_seen(folder: Path, uid: int, proc: Path = PROC) -> bool:
     """Whether every process that may use files of ``uid`` in ``folder`` is seen here.
 
     Seen is a process whose id here is the one by which it knows itself.
-
-    Args:
-        folder: the folder of the files, /dev/shm or /tmp.
-        uid: the owner of the files.
-        proc: where Linux shows the processes.
     """
     if os.readlink(proc / "self/ns/pid") != INITIAL:  # noqa: PTH115 - it is no path
         return False

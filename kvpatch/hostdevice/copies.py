@@ -2,11 +2,7 @@
 
 vLLM's own workers for the CPU tier run unmodified on it. Their modules see ``torch``,
 ``current_platform`` and ``vllm._custom_ops`` through the proxies below, and the regions of the
-device as tensors that call themselves CUDA's. Everything else in those names is the original.
-
-What a GPU has and this has not: copies that run while the engine computes on the same bytes
-in another order than the streams say, kernels that read pinned memory, and a link of its own
-speed. See docs/host-device.md.
+device as tensors that call themselves CUDA's. What a GPU has and this has not: docs/host-device.md.
 """
 
 from __future__ import annotations
@@ -41,13 +37,7 @@ class ComputeStream:
 
 
 class CopyStream:
-    """A stream for copies, as ``torch.cuda.Stream``: what is queued on it runs in order.
-
-    A copy that fails makes every later event of the stream fail, as CUDA's errors stay.
-
-    Attributes:
-        cuda_stream: its handle, as CUDA's functions take it.
-    """
+    """A ``torch.cuda.Stream`` for copies, in order; after a failed one every event fails."""
 
     _handles = itertools.count(1)
     _by_handle: ClassVar[weakref.WeakValueDictionary[int, CopyStream]] = (
@@ -118,11 +108,7 @@ class CopyEvent:
         self.point = stream.enqueue() if isinstance(stream, CopyStream) else None
 
     def query(self) -> bool:
-        """Whether the point was reached.
-
-        Raises:
-            BaseException: that of the copy before it that failed.
-        """
+        """Whether the point was reached; raises the error of a copy before it that failed."""
         if self.point is None:
             return True
         if not self.point.query():
@@ -167,12 +153,7 @@ def stream(on: Any) -> Iterator[None]:
 def swap_blocks_batch(
     src_ptrs: Any, dst_ptrs: Any, sizes: Any, is_src_access_order_any: bool = False
 ) -> None:
-    """Queue copies of ``sizes`` bytes between addresses, as ``ops.swap_blocks_batch``.
-
-    Args:
-        src_ptrs, dst_ptrs, sizes: int64 tensors of one length.
-        is_src_access_order_any: the driver may read the sources early; here it never does.
-    """
+    """Queue copies between addresses as ``ops.swap_blocks_batch``; int64 tensors of one length."""
     copies = list(zip(dst_ptrs.tolist(), src_ptrs.tolist(), sizes.tolist(), strict=True))
     _enqueue(copies)
 
@@ -180,10 +161,7 @@ def swap_blocks_batch(
 def swap_blocks(src: Any, dst: Any, block_size_in_bytes: int, block_mapping: Any) -> None:
     """Queue copies of whole blocks between two dense tensors, as ``ops.swap_blocks``.
 
-    Args:
-        src, dst: tensors of blocks, one behind the other.
-        block_size_in_bytes: bytes from one block to the next, all of which are copied.
-        block_mapping: int64 ``[copies, 2]``: the block of ``src`` and the block of ``dst``.
+    ``block_mapping`` is int64 ``[copies, 2]``: the block of ``src`` and the block of ``dst``.
     """
     size, source, destination = block_size_in_bytes, src.data_ptr(), dst.data_ptr()
     _enqueue(
@@ -204,13 +182,9 @@ def memcpy_batch(
 ) -> int:
     """Queue copies between addresses, as ``cuMemcpyBatchAsync``; returns CUDA's error code.
 
-    Args:
-        dsts, srcs, sizes: addresses of arrays of ``count`` uint64, which are read at once.
-        attrs: the address of ``CUmemcpyAttributes``, whose first field says when the sources may
-            be read: 1 in stream order, 2 during the call, 3 at any time. Here it is always 1.
-        attrs_idx, num_attrs: which copies the attributes are of; all of them.
-        fail_idx: the first copy that is at fault, if CUDA knows it.
-        handle: of the stream.
+    The arrays have ``count`` uint64, which are read at once. The first field of the attributes says
+    when the sources may be read: 1 in stream order, as always here, 2 during the call, 3 at any
+    time.
     """
     on = CopyStream.of(handle)
     if on is None or not count:
@@ -233,13 +207,9 @@ def _enqueue(copies: list[tuple[int, int, int]]) -> None:
 
 
 class HostRegistration:
-    """``cudaHostRegister`` of the host device: it counts, and is as strict as CUDA about ranges.
+    """``cudaHostRegister`` of the host device: it counts, and is as strict as CUDA about ranges."""
 
-    Attributes:
-        ranges: bytes by base address of what is registered in this process.
-    """
-
-    ranges: ClassVar[dict[int, int]] = {}
+    ranges: ClassVar[dict[int, int]] = {}  # bytes by base address, in this process
 
     def cudaHostRegister(self, address: int, size: int, flags: int = 0) -> Any:  # noqa: N802
         """Register a range of host memory; returns CUDA's error code."""
@@ -380,11 +350,7 @@ def pinned_as_asked(original: Any) -> Any:
 
 
 def on_device(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Give vLLM's copying worker tensors that are on a device.
-
-    Wraps the constructors of ``CPUOffloadingWorker`` and ``CpuGpuOffloadingHandlers``, whose
-    ``kv_caches`` are vLLM's ``CanonicalKVCaches``.
-    """
+    """Give vLLM's worker, whose ``kv_caches`` are ``CanonicalKVCaches``, tensors on a device."""
     caches = argument(args, kwargs, 0, "kv_caches")
     moved = replace(
         caches,

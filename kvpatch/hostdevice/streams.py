@@ -1,8 +1,6 @@
 """Streams and events for copies: asynchronous and ordered, as on a GPU.
 
-The compute stream of a CPU engine is the calling thread itself: what it computed
-before a submit is complete when the copy runs. On a GPU the copy stream ensures this
-order by waiting for the compute stream.
+What the calling thread, the compute stream of a CPU engine, computed is complete when a copy runs.
 """
 
 from __future__ import annotations
@@ -59,10 +57,7 @@ class Stream:
         _streams.add(self)
 
     def submit(self, copy: Callable[[], None], after: Iterable[Event] = ()) -> Event:
-        """Queue ``copy`` behind everything submitted before and behind ``after``.
-
-        Returns immediately with the event that is recorded when the copy has run.
-        """
+        """Queue ``copy`` behind everything before and ``after``; return the event of its end."""
         event = Event()
         self._last = event
         self._queue.put((copy, tuple(after), event))
@@ -108,8 +103,7 @@ def synchronize() -> None:
 def _end() -> None:
     """Let the copies in flight end, and leave out what is queued behind them.
 
-    The interpreter ends a daemon thread when that comes back from a copy, inside of libtorch,
-    which ends the process with SIGABRT.
+    A daemon thread that comes back into an ending interpreter from libtorch is a SIGABRT.
     """
     _ending.set()
     for stream in list(_streams):

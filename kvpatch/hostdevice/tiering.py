@@ -1,8 +1,6 @@
-"""vLLM's ``TieringOffloadingSpec`` by the name that configurations for the host device have.
+"""vLLM's ``TieringOffloadingSpec`` by the name of the host device's configurations.
 
-Configured as ``spec_name=HostTieringOffloadingSpec`` with
-``spec_module_path=kvpatch.hostdevice.tiering`` in ``kv_connector_extra_config``; see
-``offloading``.
+Configured as ``spec_name=HostTieringOffloadingSpec``, as in ``offloading``.
 """
 
 from __future__ import annotations

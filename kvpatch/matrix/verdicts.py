@@ -1,7 +1,6 @@
 """The verdicts of the matrix, as the repository's recorded runs, the gates and the rules give them.
 
-``verdicts.json`` has all of them, and ``scripts/docs`` makes it of the evidence, which is not part
-of a distribution: ``docs/results/matrix`` in the repository.
+``scripts/docs`` makes ``verdicts.json`` of the evidence, which no distribution has.
 """
 
 from __future__ import annotations
@@ -43,20 +42,15 @@ Box = tuple[tuple[str, ...], ...]  # of each of ``AXES``, the values whose produ
 
 
 class Kind(str, Enum):
-    """The possible verdicts; a committed matrix has only the first seven.
-
-    ``INFERRED`` starts as ``VALIDATED`` does, and no engine of that cell ran: it is between others
-    that ran, with the same patches in force.
-    ``EMULATED`` is of cells on NPUs only: no run on the emulator validates another.
-    ``NO_CPU_ENGINE`` is not validated, and cannot be on a CPU: plain vLLM itself ends there.
-    """
+    """The possible verdicts; a committed matrix has only the first seven."""
 
     VALIDATED = "validated"
+    # No engine of that cell ran: it is between others that did, with the same patches.
     INFERRED = "inferred"
-    EMULATED = "validated (ACL emulator)"
+    EMULATED = "validated (ACL emulator)"  # only on NPUs: no run on the emulator validates another
     INCOMPATIBLE = "incompatible"
     NOT_VALIDATED = "not validated"
-    NO_CPU_ENGINE = "not validated (no engine on a CPU runs it)"
+    NO_CPU_ENGINE = "not validated (no engine on a CPU runs it)"  # plain vLLM itself ends there
     ABSENT = "absent in this release"
     UNTESTED = "UNTESTED"
     WRONG = "WRONG"
@@ -79,19 +73,12 @@ class Kind(str, Enum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict of a cell, and its evidence.
-
-    Attributes:
-        kind: the kind of verdict.
-        why: the refusal, or the result file.
-        tagged: for a refused cell, the result file of a run with correct tagged blocks.
-        ended: for a cell that is not validated, with what plain vLLM ends on a CPU.
-    """
+    """The verdict of a cell, and its evidence."""
 
     kind: Kind
-    why: str
-    tagged: str = ""
-    ended: str = ""
+    why: str  # the refusal, or the result file
+    tagged: str = ""  # for a refused cell, the result file of a run with correct tagged blocks
+    ended: str = ""  # for a cell that is not validated, with what plain vLLM ends on a CPU
 
 
 # Connectors that something no axis names starts with: on which releases it ran, and on which
@@ -101,16 +88,12 @@ Tried = Mapping[str, tuple[list[str], list[str]]]
 
 @dataclass(frozen=True)
 class Matrix:
-    """The verdicts of every cell.
-
-    Attributes:
-        cells: of vLLM on a GPU or a CPU, release by release, oldest first.
-        npus: of a release of vllm-ascend, and the cell of vLLM that it is.
-        tried: of each setting that is no axis, and of each pair, that starts.
-    """
+    """The verdicts of every cell, release by release, oldest first."""
 
     cells: Mapping[Cell, Verdict]
+    # Of a release of vllm-ascend, and the cell of vLLM that it is.
     npus: Mapping[tuple[str, Cell], Verdict] = field(default_factory=dict)
+    # Of each setting that is no axis, and of each pair, that starts.
     tried: Mapping[str, Tried] = field(default_factory=dict)
 
     @property

@@ -27,24 +27,15 @@ BEHIND = 1e-6
 
 @dataclass
 class Extent:
-    """Some whole chunks, one behind the other.
+    """Some whole chunks, one behind the other."""
 
-    Attributes:
-        free: its chunks that hold nothing, the lowest last.
-        held: what each of the other chunks holds.
-        transfers: how many transfers name one of its chunks.
-        used: when a chunk of it was used last, by the caller's clock; 0 for never.
-        draining, closed: as above.
-        ranked: its last use when it was ranked among the others.
-    """
-
-    free: list[int]
-    held: dict[int, Hashable] = field(default_factory=dict)
-    transfers: int = 0
-    used: float = 0.0
+    free: list[int]  # chunks that hold nothing, the lowest last
+    held: dict[int, Hashable] = field(default_factory=dict)  # what each of the other chunks holds
+    transfers: int = 0  # how many transfers name one of its chunks
+    used: float = 0.0  # when a chunk was used last, by the caller's clock; 0 for never
     draining: bool = False
     closed: bool = False
-    ranked: float = _EMPTY
+    ranked: float = _EMPTY  # its last use when it was ranked among the others
 
     @property
     def last_use(self) -> float:
@@ -58,21 +49,10 @@ class Extent:
 
 
 class Extents:
-    """The extents of one tier.
+    """The extents of one tier, whose chunks are [0, chunks).
 
-    Args:
-        chunks: of the tier, whose chunks are [0, chunks).
-        chunk_bytes: of each.
-        extent_bytes: of each extent, about: at least a chunk.
-        multiple: chunks of an extent are a multiple of it, if the tier has as many.
-        clock: seconds; any that all engines of the machine have in common.
-
-    Attributes:
-        per: chunks of an extent; the last one may have less.
-        count: extents of the tier.
-        open: the extents that are not absent, by index.
-        used: chunks that hold something.
-        reuse: how often what they hold is found.
+    An extent has about ``extent_bytes``, and at least a chunk: a multiple of ``multiple`` of them,
+    if the tier has as many. The clock is one that all engines of the machine have in common.
     """
 
     def __init__(
@@ -86,10 +66,11 @@ class Extents:
         self.chunks = chunks
         self.chunk_bytes = chunk_bytes
         whole = extent_bytes // chunk_bytes // multiple * multiple
+        # Chunks of an extent; the last one may have less.
         self.per = min(max(whole, multiple), chunks)
-        self.count = -(-chunks // self.per)
-        self.open: dict[int, Extent] = {}
-        self.used = 0
+        self.count = -(-chunks // self.per)  # extents of the tier
+        self.open: dict[int, Extent] = {}  # the extents that are not absent
+        self.used = 0  # chunks that hold something
         self.reuse = Reuse(clock)
         self._clock = clock
         self._roomy: list[int] = []  # extents that chunks can be handed out of, in order
@@ -113,11 +94,7 @@ class Extents:
         return self._free
 
     def allocate(self, keys: Sequence[Hashable]) -> list[int]:
-        """Hand out a chunk for each key, from the lowest extents that have one.
-
-        Raises:
-            MemoryError: fewer are free; none is handed out.
-        """
+        """Hand out a chunk for each key, from the lowest extents, or none and MemoryError."""
         if len(keys) > self._free:
             raise MemoryError(f"{len(keys)} chunks are asked for, and {self._free} are free")
         taken: list[int] = []

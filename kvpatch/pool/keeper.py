@@ -44,18 +44,8 @@ AHEAD, WINDOW, RECENT = 16, 0.25, 5.0
 class Keeper:
     """What an engine does with its tier's extents.
 
-    Args:
-        extents: of the tier.
-        memory: of the tier.
-        member: the engine's part in the ledger.
-        ranks: the engine's workers.
-        lock: of the extents and of the scheduler; what is done under it is short.
-        evict: evicts what it can of an extent, under the lock.
-
-    Attributes:
-        evicted: blocks of extents that had to go, for people.
-        view: the last look at the ledger.
-        broken: why no extent is committed now; empty if nothing failed.
+    What is done under ``lock``, of the extents and the scheduler, is short; ``evict`` evicts what
+    it can of an extent under it.
     """
 
     def __init__(
@@ -70,9 +60,9 @@ class Keeper:
     ) -> None:
         self.extents, self.memory, self.member, self.ranks = extents, memory, member, ranks
         self.lock, self._evict, self._clock = lock, evict, clock
-        self.evicted = 0
-        self.view: View | None = None
-        self.broken = ""
+        self.evicted = 0  # blocks of extents that had to go, for people
+        self.view: View | None = None  # the last look at the ledger
+        self.broken = ""  # why no extent is committed now; empty if nothing failed
         self._broken_until = 0.0
         self._told = ""  # to the log
         self._doubtful: set[int] = set()  # committed extents that a worker may have registered
@@ -92,11 +82,7 @@ class Keeper:
     # For the scheduler, under the lock
 
     def need(self, chunks: int) -> bool:
-        """Note that a store needs so many chunks.
-
-        Returns:
-            Whether it shall wait for a later step; if not, the policy may evict for it.
-        """
+        """Note that a store needs so many chunks; return whether it waits for a later step."""
         now = self._clock()
         if chunks <= self.extents.free:
             self._remember(chunks, now)
@@ -164,9 +150,7 @@ class Keeper:
     def close(self, in_use: bool = False) -> None:
         """End the thread and give everything back; no copy is in flight any more.
 
-        Args:
-            in_use: somebody in this process still reads or writes the tier. All of it stays
-                committed and counted, and goes with the process.
+        Unless somebody in this process still uses the tier: then it stays committed and counted.
         """
         self._stop.set()
         self._wake.set()
@@ -384,11 +368,7 @@ class Keeper:
         return True
 
     def _undo(self) -> bool:
-        """Give back what not every worker registered, once all of them have let go of it.
-
-        Returns:
-            False if one has not: that extent stays committed, and counted.
-        """
+        """Give back what not every worker registered; False if one has not let go of it."""
         for index in list(self._doubtful):
             offset, size = self.extents.place(index)
             try:
@@ -430,10 +410,7 @@ class Keeper:
             self.member.ask(victim, size)
 
     def _hear(self, view: View) -> None:
-        """Note who has given what it was asked for, and who has not in time.
-
-        With every look: later on, who gave may have taken something else.
-        """
+        """Note, with every look, who has given what it was asked for, and who has not in time."""
         now = self._clock()
         for name, (at, had) in list(self._asked.items()):
             peer = next((one for one in view.peers if one.path.name == name), None)

@@ -44,17 +44,11 @@ class Foreign(Exception):
 
 
 class Peer(NamedTuple):
-    """Another engine of the pool, or one that is shown to people.
-
-    Attributes:
-        path: of its record.
-        owner: what it has.
-        dying: it was killed, and the kernel may not have freed its memory.
-    """
+    """Another engine of the pool, or one that is shown to people."""
 
     path: Path
     owner: Owner
-    dying: bool
+    dying: bool  # it was killed, and the kernel may not have freed its memory
 
     def answers(self, now: float) -> bool:
         """Return whether it has looked at the ledger lately."""
@@ -62,15 +56,10 @@ class Peer(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """What the engines of a pool have, together.
+    """What the engines of a pool have, together, in bytes."""
 
-    Attributes:
-        committed: bytes, those included that are being freed.
-        ceiling: bytes that those that run may have at most.
-    """
-
-    committed: int
-    ceiling: int
+    committed: int  # those included that are being freed
+    ceiling: int  # that those that run may have at most
 
 
 def taken(peers: Iterable[Peer]) -> Taken:
@@ -98,11 +87,7 @@ def socket_of(record_path: Path) -> Path:
 
 
 def hold(path: Path) -> int:
-    """Hold the record of an engine's memory in another process; return a descriptor to keep open.
-
-    Raises:
-        OSError: the engine is gone.
-    """
+    """Hold the record of another process's engine; return a descriptor to keep open, or OSError."""
     file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     fcntl.flock(file, fcntl.LOCK_SH)
     return file
@@ -111,10 +96,7 @@ def hold(path: Path) -> int:
 def set_limit(folder: Path, size: int) -> bool:
     """Set the limit of a pool that is in use; return whether there is one.
 
-    Raises:
-        Busy: the lock is not to be had.
-        private.Unsafe: the folder is open to others, or another user's.
-        OSError: the folder cannot be used.
+    Raises Busy, private.Unsafe, or OSError for a folder that cannot be used.
     """
     try:
         private.check_folder(folder)
@@ -131,15 +113,7 @@ def set_limit(folder: Path, size: int) -> bool:
 def show(folder: Path, remove: bool = False) -> tuple[Limit, list[Peer]] | None:
     """Return the limit and the engines of a pool; None if it is not in use.
 
-    Args:
-        folder: of the pool.
-        remove: whether to remove the records of engines that are gone.
-
-    Raises:
-        Busy: the lock is not to be had.
-        Foreign: a record cannot be read.
-        private.Unsafe: the folder is open to others, or another user's.
-        OSError: the folder cannot be used.
+    Raises Busy; Foreign if a record cannot be read; private.Unsafe, or OSError, for its folder.
     """
     try:
         private.check_folder(folder)
@@ -154,11 +128,7 @@ def show(folder: Path, remove: bool = False) -> tuple[Limit, list[Peer]] | None:
 
 
 def alone(folder: Path, patience: float) -> AbstractContextManager[None]:
-    """Keep all other engines out.
-
-    Raises:
-        Busy: somebody else was in for longer than ``patience`` seconds.
-    """
+    """Keep all other engines out, or raise Busy after ``patience`` seconds."""
 
     def lock(file: int) -> None:
         busy = Busy(f"the host pool's lock was held for {patience} s")
@@ -168,11 +138,7 @@ def alone(folder: Path, patience: float) -> AbstractContextManager[None]:
 
 
 def wait(attempt: Callable[[], None], patience: float, otherwise: Busy) -> None:
-    """Try what raises BlockingIOError as long as others are in, for ``patience`` seconds.
-
-    Raises:
-        Busy: ``otherwise``, when they are over.
-    """
+    """Try what raises BlockingIOError for ``patience`` seconds, then raise ``otherwise``."""
     until, pause = time.monotonic() + patience, 0.0002
     while True:
         try:
@@ -186,13 +152,7 @@ def wait(attempt: Callable[[], None], patience: float, otherwise: Busy) -> None:
 
 
 def survey(folder: Path, own: Path | None, remove: bool = True) -> list[Peer]:
-    """Return the engines but ``own``; with ``remove``, remove the records of those that are gone.
-
-    The caller is alone.
-
-    Raises:
-        Foreign: a running engine's record cannot be read.
-    """
+    """Return the engines but ``own``, or Foreign, once alone; remove the records of those gone."""
     found = []
     for path in sorted(folder.iterdir()):
         if not path.name.startswith(ENGINE) or path == own:

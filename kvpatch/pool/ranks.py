@@ -31,23 +31,14 @@ class Failed(RuntimeError):
 
 
 class Hello(NamedTuple):
-    """What a worker says first.
-
-    Attributes:
-        pid: its process.
-        about: what the engine has to know about its part of the tier.
-    """
+    """What a worker says first: who it is, and what the engine has to know of its part."""
 
     pid: int
     about: bytes
 
 
 class Ranks:
-    """The workers of an engine, seen from the engine.
-
-    Args:
-        path: of the socket, in a folder that only this user can enter.
-    """
+    """The workers of an engine, at a socket in a folder that only this user can enter."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -63,11 +54,7 @@ class Ranks:
         self._owed: list[int] = []  # answers of each that nobody waits for any more
 
     def accept(self, count: int) -> list[Hello]:
-        """Take the connections of workers, which have all connected; return who they are.
-
-        Raises:
-            Failed: fewer have.
-        """
+        """Take the connections of workers, which have all connected; Failed if fewer have."""
         self._listening.settimeout(PATIENCE)
         found: list[Hello] = []
         for _ in range(count):
@@ -87,8 +74,7 @@ class Ranks:
     def register(self, offset: int, size: int) -> None:
         """Have every worker register a committed range.
 
-        Raises:
-            Failed: one has not; the others have deregistered it, unless one did not answer.
+        Failed if one has not; the others have deregistered it, unless one did not answer.
         """
         try:
             self._all(REGISTER, offset, size)
@@ -97,11 +83,7 @@ class Ranks:
             raise
 
     def deregister(self, offset: int, size: int) -> None:
-        """Have every worker deregister a range, where it has.
-
-        Raises:
-            Failed: one has not, so that the range must stay committed.
-        """
+        """Have every worker deregister a range, or Failed: then it must stay committed."""
         self._all(DEREGISTER, offset, size)
 
     def close(self) -> None:
@@ -149,16 +131,7 @@ class Ranks:
 
 
 class Rank:
-    """A worker's end.
-
-    Args:
-        path: of its engine's socket.
-        registrar: does what it is asked to; it is called in a thread of its own.
-        about: what the engine has to know about its part of the tier.
-
-    Raises:
-        OSError: the engine is gone.
-    """
+    """A worker's end, whose registrar does what it is asked to in a thread of its own."""
 
     def __init__(self, path: Path, registrar: Registrar, about: bytes = b"") -> None:
         self._registrar = registrar

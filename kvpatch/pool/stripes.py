@@ -17,23 +17,16 @@ from math import gcd, lcm
 
 
 class Stripes:
-    """The layout of a tier's file.
+    """The layout of a tier's file: bytes of a block in each region, the same on every rank.
 
-    Args:
-        blocks: CPU blocks of each rank, with the null block.
-        regions: bytes of a block in each region, which are the same on every rank.
-        ranks: how many.
-
-    Attributes:
-        chunk_bytes: of a block, in all regions of all ranks.
-        multiple: as many chunks, or a multiple of them, begin and end at pages in every region.
-        size: bytes of the file.
+    Of each rank it has ``blocks`` with the null block.
     """
 
     def __init__(self, blocks: int, regions: tuple[int, ...], ranks: int) -> None:
         self.blocks, self.regions = blocks, regions
-        self.chunk_bytes = sum(regions) * ranks
+        self.chunk_bytes = sum(regions) * ranks  # of a block, in all regions of all ranks
         page = mmap.PAGESIZE
+        # As many chunks, or a multiple of them, begin and end at pages in every region.
         self.multiple = lcm(*(page // gcd(page, size) for size in regions))
         self._first: list[int] = []  # of each region, where block 1 begins in the rank's part
         end = 0
@@ -67,11 +60,7 @@ def pack(regions: tuple[int, ...]) -> bytes:
 
 
 def unpack(told: bytes) -> tuple[int, ...]:
-    """Return what ``pack`` was given.
-
-    Raises:
-        struct.error: it is something else.
-    """
+    """Return what ``pack`` was given, or raise struct.error."""
     return struct.unpack(f"<{len(told) // 8}Q", told)
 
 

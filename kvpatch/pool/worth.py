@@ -23,9 +23,6 @@ class Reuse:
     """How many chunks were found for each that was stored; the older, the less they count.
 
     Nothing here is safe for threads; the caller has a lock.
-
-    Args:
-        clock: seconds.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -60,10 +57,6 @@ class Reuse:
 def age(seconds: float, rate: float, has: int, part: float) -> float:
     """Return how old extents count among those of other engines, in seconds.
 
-    Args:
-        seconds: since they were used.
-        rate: chunks that their engine finds for each that it stores.
-        has: bytes that it has committed.
-        part: bytes of an equal part of the pool.
+    ``part`` is an equal part of the pool, in bytes as what its engine ``has`` committed.
     """
     return seconds / math.sqrt(rate) * (EQUAL if has <= part else 1.0)

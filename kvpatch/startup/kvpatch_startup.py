@@ -17,13 +17,10 @@ def start() -> None:
 
 
 def verify() -> None:
-    """Stop vLLM if ``KVPATCH`` is set and kvpatch was not loaded before vllm.
+    """Stop vLLM by RuntimeError if ``KVPATCH`` is set and kvpatch was not loaded before vllm.
 
-    vLLM calls this as a plug-in, through its entry point group. It patches and imports
-    nothing: it is too late to switch kvpatch on.
-
-    Raises:
-        RuntimeError: nothing of vLLM is patched in this process.
+    vLLM calls this as a plug-in, through its entry point group: it is too late to switch kvpatch
+    on.
     """
     if os.environ.get("KVPATCH", "").strip().lower() in OFF_VALUES:
         return
@@ -42,8 +39,8 @@ def verify() -> None:
 class _RefuseVllm:
     """Stops vllm, and nothing else, if kvpatch itself cannot be imported.
 
-    The module is found and then refused, so that programs can still look up whether vllm
-    is installed. The traceback is kept, because it shows the cause.
+    The module is found and then refused, so that programs can still look up whether it is
+    installed.
     """
 
     def __init__(self, cause: BaseException) -> None:

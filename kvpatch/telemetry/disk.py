@@ -14,15 +14,11 @@ OUTCOMES = ("stored", "loaded", "evicted")
 
 
 class Disk:
-    """The counts of one tier, since its engine started.
-
-    Attributes:
-        errors: by kind.
-        moved_bytes: bytes of blocks, by outcome; a block that has a file is not stored again.
-    """
+    """The counts of one tier, since its engine started."""
 
     def __init__(self) -> None:
-        self.errors: Counter[str] = Counter()
+        self.errors: Counter[str] = Counter()  # by kind
+        # By outcome; a block that has a file is not stored again.
         self.moved_bytes: Counter[str] = Counter()
         self._lock = threading.Lock()
 

@@ -1,8 +1,7 @@
 """The gauges of an API server while no step is made: they follow its engines' status pages.
 
-An engine sends its stats with the outputs of a step. Its memory changes without one as well:
-kvcached reserves pages on a thread of its own, from the start on, a limit is lowered, and another
-engine of a host pool takes memory.
+Memory changes without one too: kvcached reserves pages on a thread of its own, a limit is lowered,
+and another engine of a host pool takes memory.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ def look(metrics: Metrics) -> None:
 
 
 def number_of(content: dict[str, Any], metrics: Metrics) -> int | None:
-    """Return the engine of a page, by its server's numbers; None if it is not one of those.
+    """Return the engine of a page, by its server's numbers, or None.
 
     A page of an older kvpatch does not tell: there it is the only one.
     """

@@ -1,11 +1,8 @@
 """Keeping a process's page up to date, without delaying its own thread.
 
-An engine's page is written twice per second by a separate thread: a busy engine is not
-slowed (a write takes about 0.1 ms), an idle one is still visible as running, and a stuck
-one as stuck, which a write per step could not show. Pages that do not change, those of the
-frontend and the workers, are written once.
-
-No error of publishing ends a process: it is logged, and the process goes on without a page.
+An engine's page is written twice per second by a separate thread (about 0.1 ms): an idle engine is
+visible as running, and a stuck one as stuck. Pages that do not change are written once. No error of
+publishing ends a process: it is logged, and the process goes on without a page.
 """
 
 from __future__ import annotations
@@ -73,14 +70,7 @@ def server() -> dict[str, Any] | None:
 
 
 class Publisher:
-    """Publishes one process.
-
-    Args:
-        describe: returns the facts of the process.
-
-    Raises:
-        OSError: the page cannot be created.
-    """
+    """Publishes what is described of one process; OSError if the page cannot be created."""
 
     def __init__(self, describe: Describe) -> None:
         self.pid = os.getpid()
@@ -145,9 +135,7 @@ class Publisher:
             self._try_to_write()
 
     def lose(self) -> None:
-        """Say that an engine of this process has died by itself, for as long as a killed one is
-        told of: without this page it would look as if its server had ended in order.
-        """
+        """Say that an engine died by itself: without a page it would look stopped in order."""
         with self._lock:
             self._lost = True
             self.write()
@@ -235,8 +223,7 @@ def _cannot_show(error: Exception) -> None:
 def sweep(folder: Path) -> None:
     """Remove pages of processes that exited long ago, and files of refusals half written.
 
-    The page of a server stays as long as one of what it started: without it that would look as
-    if its server had ended in order.
+    A server's stays as long as one of what it started: that would look as if it ended in order.
     """
     exited: dict[Path, page.Page] = {}
     needed: set[int] = set()

@@ -1,8 +1,7 @@
 """The metrics that an engine sends to the API servers, inside vLLM's own stats.
 
-vLLM sends the stats of a step to one of its API servers. So counters are sent as increments
-since the last message, which the servers' series sum up; gauges are sent as values with
-the time they were read, and the most recent value is shown.
+vLLM sends the stats of a step to one of its API servers. So counters are sent as increments, which
+the servers' series sum up; gauges with the time they were read, and the most recent is shown.
 """
 
 from __future__ import annotations
@@ -22,10 +21,7 @@ KEY = "kvpatch"
 
 
 class Series(NamedTuple):
-    """One series of /metrics: its name without ``vllm:kvpatch_``, labels and help.
-
-    A histogram has the upper bounds of its buckets as well.
-    """
+    """One series of /metrics, without ``vllm:kvpatch_``; a histogram has bounds of buckets."""
 
     name: str
     labels: tuple[str, ...]
@@ -213,17 +209,11 @@ Values = dict[str, list[tuple[list[str], float]]]
 
 
 class Configured(NamedTuple):
-    """What an engine is configured with, by names.
+    """What an engine is configured with, by names."""
 
-    Attributes:
-        connectors: none without one; those inside a MultiConnector, and not itself.
-        disks: the connector and the type of each secondary tier.
-        suspends: whether engines can be suspended, as far as an API server can tell.
-    """
-
-    connectors: tuple[str, ...] = ()
-    disks: tuple[tuple[str, str], ...] = ()
-    suspends: bool = False
+    connectors: tuple[str, ...] = ()  # those inside a MultiConnector, and not itself
+    disks: tuple[tuple[str, str], ...] = ()  # the connector and the type of each secondary tier
+    suspends: bool = False  # whether engines can be suspended, as far as an API server can tell
 
 
 def at_start(configured: Configured) -> dict[str, list[list[str]]]:
@@ -400,11 +390,7 @@ class Holds:
         """Record the pages that are held at ``now``, on the monotonic clock.
 
         A page that a reset gave back between two steps has not waited for the next request.
-
-        Args:
-            held: those pages.
-            now: the time.
-            changes: how often pages have begun or ceased to be held; None if it is not known.
+        ``changes`` is how often pages have begun or ceased to be held, if that is known.
         """
         if changes is None or changes != self._changes:
             end = min(now, self._looked + self._NEXT)
@@ -421,26 +407,17 @@ class Holds:
 
 
 class Sender:
-    """Builds an engine's messages: the changes since the previous one.
-
-    Attributes:
-        sent: when the last one was sent, on the monotonic clock.
-        more: returns what a feature adds to the engine's state.
-    """
+    """Builds an engine's messages: the changes since the previous one."""
 
     def __init__(self) -> None:
-        self.sent = 0.0
+        self.sent = 0.0  # when, on the monotonic clock
+        # Returns what a feature adds to the engine's state.
         self.more: Callable[[], dict[str, Any]] = dict
         self._at = 0.0
         self._sent: dict[tuple[str, ...], float] = {}
 
     def message(self, state: dict[str, Any], held: Sequence[float] = ()) -> dict[str, Any] | None:
-        """Return the next message; None if nothing has changed.
-
-        Args:
-            state: ``snapshot.engine``.
-            held: the seconds of each hold that has ended since the last message.
-        """
+        """Return the next message on ``snapshot.engine`` and ended holds; None for no change."""
         state = state | self.more()
         added = self._changed("counter", counters(state), as_difference=True)
         current = self._changed("gauge", gauges(state), as_difference=False)
@@ -452,8 +429,7 @@ class Sender:
     def _now(self) -> float:
         """Return the time on the monotonic clock, later than that of every message before.
 
-        The status pages have it too, and all processes of a machine have the same. On a clock that
-        steps back, the servers would show the gauges of the time before until it has caught up.
+        On a clock that steps back, the servers would show the gauges of before until it catches up.
         """
         self._at = max(time.monotonic(), math.nextafter(self._at, math.inf))
         return self._at

@@ -28,37 +28,23 @@ WAIT_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class Options:
-    """What to run.
-
-    Attributes:
-        command: of the operator.
-        environment: that the operator has.
-        folder: for logs and what the processes leave.
-        plain: whether plain vLLM runs too.
-        start_seconds: that the command may take to answer.
-    """
+    """What to run."""
 
     command: tuple[str, ...]
-    environment: dict[str, str]
-    folder: Path
+    environment: dict[str, str]  # that the operator has
+    folder: Path  # for logs and what the processes leave
     plain: bool = True
-    start_seconds: float = 1800.0
+    start_seconds: float = 1800.0  # that it may take to answer
 
 
 @dataclass
 class Result:
-    """What came of a run.
-
-    Attributes:
-        combination: what ran, see ``kvpatch.upstream.combination``; empty if it did not start.
-        lifted: the codes of refusals that were lifted for it.
-        judgement: what was right, wrong and missing.
-        seen: what the engine did.
-    """
+    """What came of a run."""
 
     judgement: judge.Judgement
+    # See ``kvpatch.upstream.combination``; empty if not started.
     combination: dict[str, Any] = field(default_factory=dict)
-    lifted: list[str] = field(default_factory=list)
+    lifted: list[str] = field(default_factory=list)  # the codes of refusals
     seen: Seen = field(default_factory=Seen)
 
 

@@ -22,13 +22,9 @@ FOLDERS = ("opp", "runtime", "compiler")
 
 
 def build(home: Path) -> Path:
-    """Build the emulator as CANN is laid out: ``include/acl/acl.h``, ``lib64/libascendcl.so``.
+    """Build the emulator at ``home`` as CANN is laid out, with a ``set_env.sh``, and return it.
 
-    Returns:
-        ``home``, with a ``set_env.sh`` for the processes that use it.
-
-    Raises:
-        RuntimeError: the compiler is missing or failed; its output.
+    RuntimeError has the output of a compiler that is missing or failed.
     """
     libraries = home / "lib64"
     libraries.mkdir(parents=True, exist_ok=True)

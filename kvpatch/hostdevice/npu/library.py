@@ -13,11 +13,7 @@ STARTUP = "kvpatch-npu.pth"
 
 
 def build(home: Path) -> Path:
-    """Build the operators into an emulator's folder; return the library.
-
-    Raises:
-        RuntimeError: torch or the compiler is missing, or the compiler failed; its output.
-    """
+    """Build the operators into an emulator's folder; RuntimeError says why it cannot be."""
     torch = find_spec("torch")
     if torch is None or torch.origin is None:
         raise RuntimeError("torch is not installed")

@@ -26,11 +26,7 @@ def _npu(tensor: Any, like: Any) -> Any:
 
 
 def _refuse(operator: str, arguments: dict[str, Any], allowed: dict[str, Any]) -> None:
-    """Refuse what an operator is asked for besides ``allowed``, the values that it can take.
-
-    Raises:
-        NotImplementedError: an argument has another value.
-    """
+    """Raise NotImplementedError for an argument that has another value than it can take."""
     for name, value in arguments.items():
         if name in allowed and value in allowed[name]:
             continue
