@@ -101,10 +101,7 @@ def facts_here() -> Facts:
 
 
 def require_distributions() -> None:
-    """Refuse a vLLM that has chosen a platform for which a distribution is not installed.
-
-    It may for other reasons than its version, which the gates before it read.
-    """
+    """Refuse a vLLM whose platform, for whatever reason, needs a distribution that is missing."""
     from vllm.platforms import current_platform
 
     refusal = distributions.refusal(current_platform.is_cpu(), os.environ)
@@ -188,10 +185,7 @@ def revert() -> None:
 
 
 def forget_role() -> None:
-    """Forget what only the process that this one was forked from is.
-
-    vLLM forks workers from their engine, in whose process a worker is where the roles say so.
-    """
+    """Forget what only the process is that this one was forked from: vLLM forks workers on GPUs."""
     record.roles, record.elastic, record.layout = [], None, ""
 
 

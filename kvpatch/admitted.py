@@ -1,8 +1,4 @@
-"""What starts only where an engine ran with it: the cells, by what is turned on.
-
-``admitted.json`` is made of the recorded runs by ``scripts/matrix admit`` and ``scripts/matrix
-try``. What did not run is refused, without a list of exceptions to keep.
-"""
+"""What starts only where an engine ran with it: the recorded cells, by what is turned on."""
 
 from __future__ import annotations
 

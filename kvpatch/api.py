@@ -17,8 +17,7 @@ class Process:
     line: str = ""  # the state in one sentence; empty for a process that runs
     roles: tuple[str, ...] = ()  # ``frontend``, ``engine-core``, ``worker``; several in one process
     elastic: bool | None = None  # whether its KV cache is on kvcached's memory; None without one
-    # Each feature of kvpatch, and whether it is ``applied``.
-    features: dict[str, str] = field(default_factory=dict)
+    features: dict[str, str] = field(default_factory=dict)  # each, and whether ``applied``
     engine: dict[str, Any] = field(default_factory=dict)  # as ``kvpatch status --json`` prints it
 
 

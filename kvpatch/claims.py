@@ -1,9 +1,7 @@
 """Names that one engine at a time may use, among all engines that share /dev/shm.
 
-A claim is a locked file there, in a folder that no other user can enter: containers that share
-/dev/shm see each other's, whatever their namespaces are, and the kernel drops a lock when the last
-process that has it is gone. The files that a claim covers go with it: at its release, or when the
-next engine starts. Two users' files differ in the owner, which is checked where one is opened.
+A claim is a locked file there, in a folder that no other user can enter: the kernel drops it, in
+whatever namespaces, with the last process that has it. The files that it covers go with it.
 """
 
 from __future__ import annotations
@@ -48,10 +46,7 @@ class Taken(Exception):
 
 
 class Claim:
-    """A name that this process holds, until it is released, dropped, or the process ends.
-
-    Forked workers hold it too: it is free when all of them are gone.
-    """
+    """A name that this process and its forks hold, until it is released or all of them are gone."""
 
     def __init__(self, path: Path, file: int) -> None:
         self._file = file
@@ -125,10 +120,7 @@ def outer_uid() -> int:
 
 
 def take(kind: str, name: str) -> Claim:
-    """Claim a name of a kind, which is part of a file's name.
-
-    Raises Taken; TimeoutError if the folder of claims stays locked; OSError if it cannot be used.
-    """
+    """Claim a name of a kind, or Taken; TimeoutError or OSError if their folder cannot be had."""
     home = folder()
     private.make_folder(home)
     with private.alone(home, private.within(TO_TAKE)):

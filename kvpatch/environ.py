@@ -1,7 +1,4 @@
-"""Every environment variable of kvpatch, and those of kvcached and vLLM that it depends on.
-
-Imported in every process that has ``KVPATCH`` set, it imports nothing but ``os``.
-"""
+"""Every environment variable that kvpatch reads; each process with kvpatch on imports this."""
 
 from __future__ import annotations
 

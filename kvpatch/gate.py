@@ -1,7 +1,4 @@
-"""The gates, cheapest first: environment, metadata, release, target, signature.
-
-Each returns its result: the same code decides at start-up and fills the documentation's tables.
-"""
+"""The gates, cheapest first: environment, metadata, release, target, signature; none raises."""
 
 from __future__ import annotations
 

@@ -99,16 +99,13 @@ class Feature(NamedTuple):
 
     name: str  # in the status line
     summary: str  # its guarantee, one line for the documentation
-    # In the order of application; a patch outside a seam applies to every release.
-    seams: tuple[Seam | Patch, ...]
+    seams: tuple[Seam | Patch, ...]  # applied in order; a patch outside a seam to every release
     since: str
-    # ``module:function``: whether this machine needs it; None means always.
-    wanted: str | None = None
+    wanted: str | None = None  # ``module:function``: whether this machine needs it
     # ``module:function`` that is called with the ``Facts`` of the process before vllm is imported,
     # and raises the refusal of what is missing. It changes nothing.
     requires: str | None = None
-    # ``module:function`` that is called before vllm is imported, after all ``requires``.
-    prepare: str | None = None
+    prepare: str | None = None  # ``module:function``, called before vllm, after all ``requires``
     rules: str | None = None  # ``module:attribute`` of the rules on configurations, see ``rules``
     before_kvcached: bool = False  # applied before kvcached patches vllm, because it changes how
     # Disabled on releases that are not validated, where a rule refuses the configurations that need
@@ -199,10 +196,7 @@ Wrapper = Callable[..., Any]
 
 
 def apply(patch: Patch, guard: Callable[[Wrapper], Wrapper] | None = None) -> AppliedPatch:
-    """Apply ``patch``, with ``guard`` around its wrapper.
-
-    ImportError or AttributeError: the target or the wrapper does not exist.
-    """
+    """Apply ``patch``, guarded; ImportError or AttributeError without its target or wrapper."""
     module, _, path = patch.target.partition(":")
     parent, attribute, original = wrapt.resolve_path(importlib.import_module(module), path)
     wrapper: Wrapper = load(patch.wrapper)

@@ -20,10 +20,7 @@ from kvpatch.refusal import Refusal
 
 
 class Unsafe(OSError):
-    """A file or folder that another user may have made, or can open.
-
-    Its sentence is the path and ``fault``; ``remover`` says who can remove it, and how.
-    """
+    """A file or folder that another user may have made, or can open, and who can remove it."""
 
     def __init__(self, path: Path, fault: str, remover: str) -> None:
         super().__init__(f"{path} {fault}")
@@ -75,10 +72,7 @@ def create(path: Path, data: bytes) -> None:
 
 
 def read(path: Path, limit: int) -> bytes:
-    """Return a file that no other user can have written, but root, or Unsafe.
-
-    OSError: it cannot be read, or is longer than ``limit``, and so not kvpatch's.
-    """
+    """Return a file that none but this user and root can have written; Unsafe, or OSError."""
     # Not blocking: opening a FIFO would wait for its writer.
     file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
@@ -100,10 +94,7 @@ def read(path: Path, limit: int) -> bytes:
 
 @contextmanager
 def opened(path: Path, *, closed: bool = True) -> Iterator[int]:
-    """Open a file of this user for reading, writing and locking; make it if it is missing.
-
-    Child programs do not inherit its descriptor. Raises Unsafe, or OSError if it cannot be made.
-    """
+    """Open a file of this user, made if missing, for this process alone; Unsafe, or OSError."""
     try:
         # Neither follows a link nor waits for the other end of a FIFO.
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
@@ -136,10 +127,7 @@ def within(seconds: float) -> Callable[[int], None]:
 
 @contextmanager
 def alone(folder: Path, lock: Callable[[int], None]) -> Iterator[None]:
-    """Keep all other users of a folder out, for the few calls in which its files are not settled.
-
-    ``lock`` may raise: who has it may be stopped.
-    """
+    """Keep all other users of a folder out for a few calls; ``lock`` raises if one is stopped."""
     file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         lock(file)

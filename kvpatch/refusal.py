@@ -1,7 +1,4 @@
-"""Refusals: one sentence that stops vLLM or a call, its code, and what it is based on.
-
-Constructing one has no side effect; ``refusal_report`` reports it to the operator.
-"""
+"""Refusals: one sentence that stops vLLM or a call, its code, and what it is based on."""
 
 from __future__ import annotations
 
@@ -23,8 +20,7 @@ class Code(NamedTuple):
     meaning: str  # for the documentation
     basis: Basis
     reference: str = ""  # for ``incompatible``, the upstream reference or the test that shows it
-    # For ``not validated``, whether ``kvpatch verify`` can tell if it is right.
-    verifiable: bool = False
+    verifiable: bool = False  # ``kvpatch verify`` can tell whether it is right
 
 
 UNCODED = "KVP000"
@@ -344,7 +340,6 @@ class Refusal(RuntimeError):
     final = True  # its process ends by it
 
     def __init__(self, what: str, why: str, remedy: str, code: str = UNCODED) -> None:
-        # Kvpatch verify among them where that can lift it.
         self.ways_out = remedy + (VERIFY_IT if code in VERIFIABLE else "")
         sentence = f"{self.opening}: {what}, because {why}; {self.ways_out}. [{code}]"
         # A quoted error may have several lines; the refusal must fit in one.

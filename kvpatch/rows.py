@@ -1,8 +1,7 @@
 """How the rows of a feature are written: each says what differs from the one above it.
 
-A seam is read from the newest release to the oldest. A row holds from its ``since`` up to the
-part that is newer, so that it has no end of its own; what it does not say is as in the row above
-it in the seam, or else the feature's. ``patch`` has the table that results.
+A seam is read from the newest release to the oldest. A row holds up to the newer part; what it does
+not say is as in the row above it in the seam, or else the feature's.
 """
 
 from __future__ import annotations
@@ -25,15 +24,13 @@ class Row(NamedTuple):
     wrapper: str = ""
     why: str = ""
     upstream: str = ""
-    # The release of the newer part, if the row has a fault of its own and says nothing else.
-    until: str = ""
+    until: str = ""  # the newer part's release, unless it says else or has no own fault
     since: str = ""
     but: str = ""  # what is different in the fault of the first row of the seam
     kind: Kind | None = None
     only_with: str | None = None
     earlier: str = ""  # why nothing is patched before ``since``
-    # The release from which nothing is patched any more, and why.
-    later: tuple[str, str] | None = None
+    later: tuple[str, str] | None = None  # from when not, and why
 
 
 replacement = partial(Row, kind=Kind.REPLACE)
@@ -66,9 +63,8 @@ def feature(
 ) -> Feature:
     """Return a feature, with its rows as they are in each release.
 
-    What it names of ``home``, its package or module, is relative to that; its name is that of its
-    home below ``patches``, if none is given. ``upstream``, ``until`` and ``only_with`` are those of
-    rows that say nothing else.
+    What it names is relative to ``home``, which by default names it too; ``upstream``, ``until``
+    and ``only_with`` are those of rows that say nothing else.
     """
     blank = Patch("", "", "", upstream, until, "", (), since, only_with=only_with)
     for field in ("wanted", "requires", "prepare", "rules"):

@@ -25,12 +25,9 @@ class Rule(NamedTuple):
     why: str  # in it, ``what`` and ``remedy``, "this release" is named
     remedy: str
     only_in: Span | None = None  # None for all releases
-    # Applies to all releases except validated ones of this span.
-    unless_validated: Span | None = None
-    # Without a KV connector kvcached alone runs as it would without kvpatch.
-    with_connector: bool = True
-    # What to tell the operator about a configuration that it does not refuse.
-    warns: Callable[[Config, Facts], str] | None = None
+    unless_validated: Span | None = None  # but to all others
+    with_connector: bool = True  # without one kvcached alone runs as it would
+    warns: Callable[[Config, Facts], str] | None = None  # of what is not refused
     last: bool = False  # asked after the others, whose reasons are more exact
 
     @property
@@ -81,11 +78,7 @@ def _asked(config: Config, rules: Iterable[Rule]) -> Iterator[Rule]:
 def check(
     config: Config, facts: Facts, rules: Iterable[Rule], lifted: Container[str] = ()
 ) -> Refusal | None:
-    """Return the refusal of the first rule that a ``VllmConfig`` breaks, or None.
-
-    A known fault goes before what is only not validated, whose sentence offers to verify it. Logs
-    the warnings about a configuration that breaks none.
-    """
+    """Return the refusal of the first rule that is broken, of known faults first; log warnings."""
     facts = facts._replace(readings={})  # a refusal must not contradict what it is made for
     asked = [rule for rule in _asked(config, rules) if rule.code not in lifted]
     first: Refusal | None = None

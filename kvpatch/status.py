@@ -28,8 +28,7 @@ class Record:
 
     facts: Facts | None = None  # that passed the gates; None before that
     features: dict[str, Outcome] = field(default_factory=dict)
-    # References to the rules of the features, see ``rules.of``.
-    rules: list[str] = field(default_factory=list)
+    rules: list[str] = field(default_factory=list)  # see ``rules.of``
     lifted: frozenset[str] = frozenset()  # codes of rules that tests skip
     # Codes that ``kvpatch verify``, or its verdicts on these versions, lift before the
     # configuration is known.

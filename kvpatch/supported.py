@@ -82,10 +82,7 @@ def is_validated(vllm: Installed, span: Span = _SINCE_FLOOR) -> bool:
 
 
 def nearest(vllm: Installed) -> str:
-    """Return the newest validated release not newer than ``vllm``, else the oldest.
-
-    For a version without a number it is the newest.
-    """
+    """Return the newest validated release that is not newer; the oldest, or newest, if unknown."""
     # ``release_of`` leaves out what makes 0.28.0rc1 older than 0.28.0.
     oldest, *later = validated()
     release = release_of(vllm)

@@ -1,8 +1,4 @@
-"""The verdicts of ``kvpatch verify``: files, and for what each of them holds.
-
-A verdict holds for one combination, see ``upstream.combination``. It lifts refusals that are based
-on missing validation, and only those that were lifted in its own run.
-"""
+"""The verdicts of ``kvpatch verify``: files, and for which combination each lifts refusals."""
 
 from __future__ import annotations
 
@@ -178,10 +174,7 @@ def early(environment: Mapping[str, str] = os.environ) -> frozenset[str]:
 
 
 def inherited(environment: Mapping[str, str] = os.environ) -> Verified | None:
-    """Return the verdict that holds in this process before it has a configuration.
-
-    That of the vLLM that started it; in a run of ``kvpatch verify`` everything that it can judge.
-    """
+    """Return the verdict of the vLLM that started this process; in a run of verify, everything."""
     if VERIFY.read(environment):
         return Verified("", VERIFIABLE)
     given = VERIFIED.read(environment)
@@ -216,10 +209,7 @@ def covering(
 def apart(
     combination: Mapping[str, Any], codes: Iterable[str], known: Iterable[Verdict]
 ) -> tuple[Verdict, list[str]] | None:
-    """Return the verdict that would lift ``codes`` and is nearest, and in what it is another.
-
-    None if there is no right one on a model of this architecture.
-    """
+    """Return the nearest right verdict that lifts ``codes``, and in what it differs; or None."""
     masked = masking.masked(combination)
     found = [
         (one, _differences(masked, one.combination))

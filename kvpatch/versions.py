@@ -80,8 +80,7 @@ class Facts(NamedTuple):
     # Of the KV cache: ``cuda`` (also ROCm), ``cpu`` or another of vLLM's; empty before it.
     device: str = ""
     contiguous: bool = True  # whether all layers of a block are, in kvcached's memory
-    # Reads the free memory of the host, or None; None where it is not to be compared.
-    memory: Reader | None = None
+    memory: Reader | None = None  # of the host's free memory; None where not compared
     readings: dict[str, Any] | None = None  # what one check's rules have read of the machine
 
     def read(self, name: str, reader: Callable[[], Value]) -> Value:

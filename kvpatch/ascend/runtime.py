@@ -38,11 +38,7 @@ def find(environment: Mapping[str, str] = os.environ) -> Runtime | None:
 
 
 def emulator(home: Path | None = None) -> Runtime:
-    """Build the emulator, for this environment by default.
-
-    LookupError if it is not installed, as it is no part of kvpatch itself; RuntimeError says why it
-    cannot be built.
-    """
+    """Build the emulator, for this environment by default; LookupError if not installed."""
     library = distributions.acl_emulator()
     if library is None:
         raise LookupError(

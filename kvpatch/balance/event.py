@@ -38,27 +38,17 @@ class Event:
         return printable(f"{clock} {self._sentence()}")
 
     def _sentence(self) -> str:
-        sizes = f"{readable(self.before)} -> {readable(self.limit)}"
-        if self.what == "limit":
-            would = "would be " if self.dry else ""
-            return f"{self.name}: {would}{sizes}, because {self.why}"
-        if self.what == "refused":
-            return (
-                f"{self.name}: stays at {readable(self.before)}, and not "
-                f"{readable(self.limit)}: {self.why}"
-            )
-        if self.what == "appeared":
-            return f"{self.name}: is here, with {readable(self.limit)} at most"
-        if self.what == "ended":
-            return f"{self.name}: has ended"
-        if self.what == "silent":
-            return f"{self.name}: keeps {readable(self.limit)}: {self.why}"
-        if self.what == "left":
-            more = f"; {self.why}" if self.why else ""
-            return f"{self.name}: is left with {readable(self.limit)} at most{more}"
-        if self.what == "answers":
-            return f"{self.name}: answers again"
-        return f"{self.name}: {self.why}" if self.name else self.why
+        before, limit = readable(self.before), readable(self.limit)
+        said = {
+            "limit": f"{'would be ' * self.dry}{before} -> {limit}, because {self.why}",
+            "refused": f"stays at {before}, and not {limit}: {self.why}",
+            "appeared": f"is here, with {limit} at most",
+            "ended": "has ended",
+            "silent": f"keeps {limit}: {self.why}",
+            "left": f"is left with {limit} at most" + (f"; {self.why}" if self.why else ""),
+            "answers": "answers again",
+        }.get(self.what, self.why)
+        return f"{self.name}: {said}" if self.name else said
 
     @property
     def json(self) -> str:

@@ -25,11 +25,9 @@ class Wrong(ValueError):
 class Options:
     """What a balance keeps to."""
 
-    # By kvcached's name, the model's, or ``*``.
-    terms: Mapping[str, Terms] = field(default_factory=dict)
+    terms: Mapping[str, Terms] = field(default_factory=dict)  # by name, or ``*``
     every: float = 1.0  # seconds between two looks
-    # Bytes of a device for all its engines; None for what is free there and what they have.
-    memory: int | None = None
+    memory: int | None = None  # of a device, in bytes; None for what is free and theirs
 
     def terms_of(self, name: str, models: Iterable[str] = ()) -> Terms:
         """Return the terms of an engine."""

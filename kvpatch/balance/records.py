@@ -34,15 +34,12 @@ class Engine:
     needs: int = 0  # for the requests that it has, those that wait included
     running: int = 0
     waiting: int = 0
-    # Bytes of KV that prompts found, device and tier, since its start; None if it does not tell.
-    found: float | None = None
+    found: float | None = None  # bytes that prompts found since its start; None if unknown
     answers: bool = True  # whether it can be told another limit now
-    # Nothing is mapped or needed; what it may map again can be another's once that is less.
-    suspended: bool = False
+    suspended: bool = False  # nothing is mapped; what it may map again is lent if it is less
     born: int = 0  # different for another engine of the same name, as its start is
     page: int = 0  # to which its limits are rounded; 0 for that of the settings
-    # Stores what it gives, and without a controller takes back what one request needs.
-    lends: bool = False
+    lends: bool = False  # stores what it gives, and takes back one request's if alone
 
     @property
     def held(self) -> int:
@@ -58,19 +55,15 @@ class Engine:
 class Settings:
     """How memory is moved."""
 
-    # To which limits are rounded of engines that do not say how large a page is.
-    page: int = 2 << 20
+    page: int = 2 << 20  # to which limits are rounded where an engine tells no page
     memory_of: float = 300.0  # seconds after which what an engine found counts half
     least_move: float = 0.05  # part of a limit below which a move is not worth its copies
     learn: float = 30.0  # seconds that an engine is looked at before it gets more for prefixes
-    # Seconds that an engine keeps what it got, or does without, unless requests wait.
-    rest: float = 10.0
+    rest: float = 10.0  # seconds between moves to and from an engine without waiting requests
     full: float = 0.9  # part of its limit that is mapped before it gets more for prefixes
     spare: float = 0.25  # part of the need of requests, added for the tokens that they make
-    # Seconds after which a past need counts half: more such requests are likely.
-    peak_of: float = 10.0
-    # Part of what a longest request needs that is lent on request; a page is kept.
-    lent: float = 1.0
+    peak_of: float = 10.0  # seconds after which a past need counts half: it may return
+    lent: float = 1.0  # part of what a longest request needs, but a page, where told to lend
 
 
 @dataclass(frozen=True)
@@ -109,8 +102,7 @@ class Plan:
     moves: tuple[Move, ...]  # who gives comes before who gets
     shares: Mapping[str, int]  # what each engine would have if moving were free
     past: Mapping[str, Past]  # to be given back with the next look
-    # What is not as the operator wants it, a sentence each.
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = field(default=())  # sentences on what is not as wanted
 
     def limit(self, one: Engine) -> int:
         """Return the limit that an engine is to have."""

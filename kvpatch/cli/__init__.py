@@ -1,7 +1,4 @@
-"""The ``kvpatch`` command: a list of subcommands, each in a module of its own.
-
-It has ``configure(parser)`` and ``run(arguments) -> int``; only the wanted one is imported.
-"""
+"""The ``kvpatch`` command: subcommands, each a module with ``configure(parser)`` and ``run``."""
 
 from __future__ import annotations
 

@@ -9,7 +9,6 @@ import sys
 import termios
 import time
 import tty
-from types import TracebackType
 from typing import Any
 
 _HOME, _END_OF_LINE, _BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
@@ -28,12 +27,7 @@ class Screen:
         sys.stdout.write(_OTHER)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         sys.stdout.write(_BACK)
         sys.stdout.flush()
         if self._before is not None:

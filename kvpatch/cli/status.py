@@ -143,10 +143,7 @@ def last_refusals(recent: list[dict[str, Any]]) -> list[str]:
 
 
 def block(seen: Seen, told: dict[str, int] | None = None) -> str:
-    """Return the lines about one process, as text only; a single line if it does not run.
-
-    ``told`` is the process that was the first to have features; it gets those of this one.
-    """
+    """Return the lines about one process; ``told`` has the process that was first with features."""
     if seen.state not in reader.WELL or seen.page is None:
         return printable(seen.line)
     content = seen.page.content
@@ -161,19 +158,13 @@ def block(seen: Seen, told: dict[str, int] | None = None) -> str:
     lines = [
         *([("state", seen.line)] if seen.line else ()),
         ("features", features if first == seen.pid else f"those of pid {first}"),
-        *verified_lines(content),
+        *([("verified", f"here on {date}")] if (date := content.get("verified")) else ()),
         *engine_lines(engine),
     ]
     off = content.get("off") or engine.get("off")
     if off:
         lines.append(("counting", f"off, because of an error of kvpatch's own: {off}"))
     return "\n".join([printable(head), *(f"  {name:<10}{printable(what)}" for name, what in lines)])
-
-
-def verified_lines(content: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield when a process's command was verified, as a pair of a name and a text."""
-    if content.get("verified"):
-        yield "verified", f"here on {content['verified']}"
 
 
 def engine_lines(engine: dict[str, Any]) -> Iterator[tuple[str, str]]:

@@ -38,10 +38,7 @@ def name_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def do(options: argparse.Namespace, verb: Verb, goes_on: str) -> int:
-    """Do something to the engine that is named; print how it ended, and return the exit code.
-
-    ``goes_on`` says what the engine does although nobody waits for it any longer.
-    """
+    """Do something to the named engine, which ``goes_on`` if nobody waits; return the code."""
     engine = None
     try:
         engine = find(options.name)

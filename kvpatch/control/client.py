@@ -37,8 +37,7 @@ class Answer:
     phase: str  # of the engine, one of ``runs`` and ``suspended`` once a verb has ended
     resident: int = 0  # with a hash, on the device
     kept: int = 0  # of them, those in the tier
-    # Of them, those that fill no chunk (``blocks_per_chunk``), which no tier stores.
-    partial: int = 0
+    partial: int = 0  # of them, those that fill no chunk, which no tier stores
     lost: int = 0  # the others that are nowhere, which like these are computed again when asked for
     freed: int = 0
     mapped: int = 0  # or reserved
@@ -46,8 +45,7 @@ class Answer:
     seconds: float = 0.0  # from the question to the answer, in the engine
     planned: bool = False  # nothing was done: it was a plan
     later: int = 0  # the limit from its resumption on; 0 if that was not asked for
-    # The whole line, with fields of later versions.
-    said: dict[str, Any] = field(default_factory=dict, compare=False)
+    said: dict[str, Any] = field(default_factory=dict, compare=False)  # the whole line
 
     @classmethod
     def of(cls, said: dict[str, Any]) -> Answer:
@@ -291,10 +289,7 @@ def _listener(path: Path) -> int:
 
 
 def find(name: str) -> Engine:
-    """Return the engine with a kvcached name, as set or kept, a model's name, or a pid; or Refused.
-
-    A name that its data parallel server was given is that of the only rank here, if there is one.
-    """
+    """Return the engine with a kvcached name, a model's, or a pid, or its only rank; or Refused."""
     kept = protocol.kept(name)
     own = _at(protocol.path_of(kept))  # the others may be stopped, and are not waited for
     if isinstance(own, Engine) and own.name == kept:

@@ -49,11 +49,7 @@ def kept(name: str) -> str:
 
 
 def name_of_rank(server: str, rank: int) -> str:
-    """Return the kvcached name of an engine that is one of several of a data parallel server.
-
-    Not longer than kvcached's names are: what it cuts off tells the ranks apart. The rank is vLLM's
-    number in all of its server, also on other machines.
-    """
+    """Return the kvcached name of one engine of a data parallel server, as long as it may be."""
     suffix = f"-dp{rank}"
     return server[: LONGEST_NAME - len(suffix)] + suffix
 

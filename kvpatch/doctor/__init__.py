@@ -27,10 +27,7 @@ def examine(
     try_import: bool | None = None,
     words: Sequence[str] = (),
 ) -> list[Finding]:
-    """Run every check, of a command too if there are words, after variables that it sets.
-
-    Without them vllm is imported with kvpatch on, which takes seconds, if no problem was found.
-    """
+    """Run every check, of a command too if there are words; else, if none failed, import vllm."""
     try:
         from kvpatch.doctor import (
             command,

@@ -42,10 +42,8 @@ class Kind(NamedTuple):
     what: str
     group: str = ""  # a regular expression for the process group in its name, if it has one
     pid: str = ""  # the same for a process id
-    # Kvcached's, which no process keeps open, and whose name may be KVCACHED_IPC_NAME.
-    pool: bool = False
-    # The host device's, or its lock, which no process keeps open; it has the processes.
-    ledger: bool = False
+    pool: bool = False  # kvcached's, which no process keeps open, perhaps KVCACHED_IPC_NAME
+    ledger: bool = False  # the host device's, or its lock, which no process keeps open
 
 
 POOL = struct.Struct("qqq")  # kvcached's limit, bytes used and bytes reserved
@@ -73,8 +71,7 @@ class Leftover:
     owner: str
     bytes: int  # of memory or disk
     mine: bool  # whether this user may remove it
-    # Its engine is seen to have exited, which is not seen of other users' or containers'.
-    certain: bool
+    certain: bool  # its engine is known to have exited; others' cannot be inspected
     chosen: bool  # a pool under an operator's name, and so of an engine that claims none
     inode: int  # when it was looked at
 
@@ -251,8 +248,7 @@ class InUse(NamedTuple):
     """What processes use."""
 
     paths: set[str]  # open, mapped or bound; an abstract socket by its name behind an ``@``
-    # The users of Pythons whose paths cannot be read, as of one that is not dumpable.
-    hidden: set[int]
+    hidden: set[int]  # users of Pythons whose paths cannot be read (not dumpable)
 
 
 def paths_in_use() -> InUse:
@@ -283,10 +279,7 @@ def paths_in_use() -> InUse:
 
 
 def _users(process: Path) -> set[int]:
-    """Return the users of a process that may be an engine's.
-
-    The folder of one that is not dumpable belongs to root, and says that much to everybody.
-    """
+    """Return the users of a process that may be an engine's, of its status, which all can read."""
     with suppress(OSError):
         if not re.search(rb"python|vllm", (process / "cmdline").read_bytes(), re.IGNORECASE):
             return set()

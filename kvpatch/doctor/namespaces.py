@@ -11,10 +11,7 @@ INITIAL = "pid:[4026531836]"  # the machine's own, PROC_PID_INIT_INO of Linux
 
 
 def all_are_seen(folder: Path, uid: int, proc: Path = PROC) -> bool:
-    """Whether every process that may use files of ``uid`` in ``folder`` is seen here.
-
-    Seen is a process whose id here is the one by which it knows itself.
-    """
+    """Whether every process that may use files of ``uid`` in ``folder`` has its own id here too."""
     if os.readlink(proc / "self/ns/pid") != INITIAL:  # noqa: PTH115 - it is no path
         return False
     device = folder.stat().st_dev

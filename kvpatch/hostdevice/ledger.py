@@ -1,7 +1,4 @@
-"""The device's memory: its size, the usage per process, and the hold on copies.
-
-kvcached's extension writes the ledger through ``include/cuda.h``; here it is only read.
-"""
+"""The device's memory, of a ledger that kvcached's extension writes through ``include/cuda.h``."""
 
 from __future__ import annotations
 
@@ -110,9 +107,6 @@ def copy_permit() -> Iterator[None]:
 
 @contextmanager
 def hold_copies() -> Iterator[None]:
-    """Prevent every copy between the device and the CPU tier from starting, in any process.
-
-    Copies are still queued, so that transfers stay in flight until the block or the process ends.
-    """
+    """Prevent copies from starting, in any process, though not from being queued: for tests."""
     with _hold(fcntl.LOCK_EX):
         yield

@@ -1,7 +1,4 @@
-"""Streams and events for copies: asynchronous and ordered, as on a GPU.
-
-What the calling thread, the compute stream of a CPU engine, computed is complete when a copy runs.
-"""
+"""Streams and events for copies: asynchronous, and ordered behind what the thread computed."""
 
 from __future__ import annotations
 
@@ -101,10 +98,7 @@ def synchronize() -> None:
 
 @atexit.register
 def _end() -> None:
-    """Let the copies in flight end, and leave out what is queued behind them.
-
-    A daemon thread that comes back into an ending interpreter from libtorch is a SIGABRT.
-    """
+    """Let the copies in flight end, as the interpreter would within libtorch, with a SIGABRT."""
     _ending.set()
     for stream in list(_streams):
         stream._queue.put(None)  # also a thread without work has to end

@@ -1,7 +1,4 @@
-"""vLLM's ``TieringOffloadingSpec`` by the name of the host device's configurations.
-
-Configured as ``spec_name=HostTieringOffloadingSpec``, as in ``offloading``.
-"""
+"""vLLM's ``TieringOffloadingSpec``, as ``HostTieringOffloadingSpec``, as in ``offloading``."""
 
 from __future__ import annotations
 

@@ -51,10 +51,7 @@ def describe(cells: Iterable[Cell]) -> list[str]:
 
 
 def summary(found: Mapping[Cell, Verdict], vllm: str, connector: str, feature: str = NONE) -> str:
-    """Return one release, connector and feature in a few words: what starts, or the verdict.
-
-    The verdict of what is refused is that of the first kind of model.
-    """
+    """Return a release, connector and feature in a few words: what starts, or the first verdict."""
     here = {
         cell: verdict
         for cell, verdict in found.items()
@@ -142,10 +139,7 @@ def features(found: Mapping[Cell, Verdict]) -> list[tuple[str, ...]]:
 
 
 def tried(found: Mapping[str, Tried]) -> list[tuple[str, ...]]:
-    """Return a line per setting that is no axis, and per pair, that starts: name, connectors.
-
-    Of each connector the releases on which engines ran with it, and those that are inferred.
-    """
+    """Return what is no axis and starts, with releases per connector, that ran or are inferred."""
     columns = list(dict.fromkeys(map(admitted.kind_of, CONNECTORS)))
     return [
         (f"{name}, {model}" if model else name, *map(_ran, there))

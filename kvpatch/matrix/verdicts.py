@@ -1,7 +1,4 @@
-"""The verdicts of the matrix, as the repository's recorded runs, the gates and the rules give them.
-
-``scripts/docs`` makes ``verdicts.json`` of the evidence, which no distribution has.
-"""
+"""The matrix' verdicts; ``scripts/docs`` makes ``verdicts.json`` of recorded runs and rules."""
 
 from __future__ import annotations
 
@@ -45,8 +42,7 @@ class Kind(str, Enum):
     """The possible verdicts; a committed matrix has only the first seven."""
 
     VALIDATED = "validated"
-    # No engine of that cell ran: it is between others that did, with the same patches.
-    INFERRED = "inferred"
+    INFERRED = "inferred"  # between cells that ran with the same patches
     EMULATED = "validated (ACL emulator)"  # only on NPUs: no run on the emulator validates another
     INCOMPATIBLE = "incompatible"
     NOT_VALIDATED = "not validated"
@@ -93,8 +89,7 @@ class Matrix:
     cells: Mapping[Cell, Verdict]
     # Of a release of vllm-ascend, and the cell of vLLM that it is.
     npus: Mapping[tuple[str, Cell], Verdict] = field(default_factory=dict)
-    # Of each setting that is no axis, and of each pair, that starts.
-    tried: Mapping[str, Tried] = field(default_factory=dict)
+    tried: Mapping[str, Tried] = field(default_factory=dict)  # what starts and is no axis
 
     @property
     def releases(self) -> list[str]:

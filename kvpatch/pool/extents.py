@@ -66,8 +66,7 @@ class Extents:
         self.chunks = chunks
         self.chunk_bytes = chunk_bytes
         whole = extent_bytes // chunk_bytes // multiple * multiple
-        # Chunks of an extent; the last one may have less.
-        self.per = min(max(whole, multiple), chunks)
+        self.per = min(max(whole, multiple), chunks)  # chunks of an extent; the last may have less
         self.count = -(-chunks // self.per)  # extents of the tier
         self.open: dict[int, Extent] = {}  # the extents that are not absent
         self.used = 0  # chunks that hold something

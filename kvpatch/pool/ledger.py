@@ -1,12 +1,8 @@
 """The ledger of a user's host pool: a limit, and what each engine has committed.
 
-It is a folder in /dev/shm with a file per engine. The engine and its workers hold a lock on the
-engine's file, which the kernel drops when the last of them is gone. A record is raised under a lock
-on the folder, with which all of them are read; each engine lowers its own, and looks, without it.
-
-    raised, then committed; punched, then lowered
-
-so that wherever an engine is killed, its record is at least what it has.
+It is a folder in /dev/shm with a file per engine, which the engine and its workers keep locked
+until the last of them is gone. A record is raised under a lock on the folder, before memory is
+committed, and lowered without it after memory is punched: it is at least what its engine has.
 """
 
 from __future__ import annotations
@@ -94,10 +90,7 @@ def hold(path: Path) -> int:
 
 
 def set_limit(folder: Path, size: int) -> bool:
-    """Set the limit of a pool that is in use; return whether there is one.
-
-    Raises Busy, private.Unsafe, or OSError for a folder that cannot be used.
-    """
+    """Set the limit of a pool, or return False if it is not in use; Busy, Unsafe or OSError."""
     try:
         private.check_folder(folder)
         with alone(folder, TO_START):
@@ -111,10 +104,7 @@ def set_limit(folder: Path, size: int) -> bool:
 
 
 def show(folder: Path, remove: bool = False) -> tuple[Limit, list[Peer]] | None:
-    """Return the limit and the engines of a pool; None if it is not in use.
-
-    Raises Busy; Foreign if a record cannot be read; private.Unsafe, or OSError, for its folder.
-    """
+    """Return a pool's limit and engines; None if not in use; Busy, Foreign, Unsafe or OSError."""
     try:
         private.check_folder(folder)
         with alone(folder, TO_LOOK):

@@ -85,11 +85,7 @@ class Member:
 
     @property
     def counted(self) -> bool:
-        """Whether the others can see its record.
-
-        An operator may remove it, and so does systemd-logind with RemoveIPC=yes: it is in no sum
-        then.
-        """
+        """Whether others see its record: an operator, or logind's RemoveIPC, may remove it."""
         return os.fstat(self._file).st_nlink > 0
 
     @property
@@ -129,9 +125,7 @@ class Member:
     def look(self, resident: int, coldest: float, reuse: float = 1.0) -> View:
         """Publish what the blocks of this engine are, and return what all engines have.
 
-        ``coldest`` is when its coldest extent was used last, 0 for none; ``reuse`` the chunks that
-        it finds for each that it stores. Raises Busy, or Foreign if another engine's record cannot
-        be read.
+        ``reuse`` is chunks found for each that is stored. Raises Busy, or Foreign.
         """
         if not self.counted:  # nothing may stay that nobody counts
             return View(0, self._owner.committed, [], self._owner.committed)
@@ -201,11 +195,7 @@ class Member:
         record.write_processes(self._file, ledger.started(self._processes))
 
     def join_again(self) -> None:
-        """Take part again, as by ``join``, after the record was removed; nothing may be committed.
-
-        The workers hold no lock on the new one: it counts until the processes that it names are
-        gone.
-        """
+        """Take part again after the record was removed: workers hold no lock on the new one."""
         assert not self._owner.committed, "nobody counted it"
         again = join(self.path, self._limit.configured, self._owner, self._limit)
         os.close(self._file)

@@ -1,11 +1,8 @@
 """Where a tier's chunks are in its file, if each rank has them region by region.
 
 SimpleCPUOffloadConnector has a dense tensor of CPU blocks for each region of the KV cache, on each
-rank. An extent is then a range of each of them. Everything else of the pool counts chunks as if
-they were one behind the other: offsets and sizes there are nominal, and become ranges here.
-
-The CPU block 0 is vLLM's null block, which is never copied: chunk ``n`` is block ``n + 1``, and
-block 0 is address space without memory.
+rank: an extent is a range of each. Elsewhere in the pool offsets are nominal, as if chunks were one
+behind the other. Chunk ``n`` is block ``n + 1``: vLLM's null block 0 has no memory.
 """
 
 from __future__ import annotations
@@ -17,10 +14,7 @@ from math import gcd, lcm
 
 
 class Stripes:
-    """The layout of a tier's file: bytes of a block in each region, the same on every rank.
-
-    Of each rank it has ``blocks`` with the null block.
-    """
+    """The layout of a tier's file: ``blocks`` of each rank, with the null one, by region."""
 
     def __init__(self, blocks: int, regions: tuple[int, ...], ranks: int) -> None:
         self.blocks, self.regions = blocks, regions

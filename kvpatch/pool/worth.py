@@ -1,9 +1,8 @@
 """What an engine's extents are worth beside those of others: their age, and how much is found.
 
-One order by age over all engines is wrong where one of them stores much and finds little: it
-evicts what another one would find. So an age is divided by the square root of how many chunks are
-found for each that is stored, and an engine that has no more than an equal part of the pool counts
-for younger. The figures were chosen by simulation, see ``scripts/bench sharing``.
+By age alone, who stores much and finds little evicts what others would find. So an age is divided
+by the square root of what is found for each chunk that is stored, and an engine with no more than
+an equal part of the pool counts for younger. Chosen by simulation: ``scripts/bench sharing``.
 """
 
 from __future__ import annotations

@@ -17,11 +17,7 @@ def start() -> None:
 
 
 def verify() -> None:
-    """Stop vLLM by RuntimeError if ``KVPATCH`` is set and kvpatch was not loaded before vllm.
-
-    vLLM calls this as a plug-in, through its entry point group: it is too late to switch kvpatch
-    on.
-    """
+    """Stop vLLM, which calls this as a plug-in, if ``KVPATCH`` is set and kvpatch came too late."""
     if os.environ.get("KVPATCH", "").strip().lower() in OFF_VALUES:
         return
     activation = sys.modules.get("kvpatch.activation")
@@ -37,11 +33,7 @@ def verify() -> None:
 
 
 class _RefuseVllm:
-    """Stops vllm, and nothing else, if kvpatch itself cannot be imported.
-
-    The module is found and then refused, so that programs can still look up whether it is
-    installed.
-    """
+    """Stops vllm's import, and not a look-up of it, if kvpatch itself cannot be imported."""
 
     def __init__(self, cause: BaseException) -> None:
         self._cause = cause

@@ -45,18 +45,15 @@ class Totals:
     connector: str = ""  # the class; empty without one
     moved_bytes: Counter[str] = field(default_factory=Counter)  # over all ranks, by outcome
     operations: Counter[str] = field(default_factory=Counter)  # transfers, or attempts, by outcome
-    # Of each connector, of which MultiConnector has several.
-    parts: dict[str, Moved] = field(default_factory=dict)
+    parts: dict[str, Moved] = field(default_factory=dict)  # of each connector
     refused: Counter[str] = field(default_factory=Counter)  # calls, by one of ``CALLS``
-    # Prompt tokens by source ``device`` or ``tier``; those of it from ``disk`` also.
-    hits: Counter[str] = field(default_factory=Counter)
+    hits: Counter[str] = field(default_factory=Counter)  # tokens by source
     queries: Counter[str] = field(default_factory=Counter)  # prompt tokens looked up, by source
     from_disk: int = 0  # such tokens that are not among the hits yet, up to vLLM 0.31
     lost_tokens: int = 0  # prompt tokens computed again, as no cache had them any more
     prefill_tokens: int = 0
     prefill_seconds: float = 0.0  # their part of the time of steps
-    # Prefill that hits of the tier made needless, at the rate of the moment.
-    saved_seconds: float = 0.0
+    saved_seconds: float = 0.0  # prefill that the tier's hits made needless
     steps: int = 0
     stepped: float = field(default_factory=time.monotonic)  # when the last step ended
     executed: int = 0  # steps in which the model ran
@@ -95,11 +92,10 @@ class Totals:
         return self.prefill_tokens / self.prefill_seconds if self.prefill_seconds else 0.0
 
     def waits(self, could_move: bool) -> float:
-        """Return for how many seconds nothing has moved; called more often than that.
+        """Return for how many seconds nothing has moved, though requests wait and none runs.
 
-        An engine whose requests all wait for memory completes thousands of steps per second, in
-        none of which the model runs. The time starts again unless it ``could_move``: requests wait
-        and none runs.
+        An engine whose requests all wait for memory makes thousands of steps per second without the
+        model.
         """
         now = time.monotonic()
         moved = (self.executed, *self.operations.values())
@@ -108,10 +104,7 @@ class Totals:
         return now - self._moved_at
 
     def moved(self, outcome: str, operations: int, size: int = 0, connector: str = "") -> None:
-        """Add transfers, or attempts, of one of ``OUTCOMES``, and their bytes over all ranks.
-
-        They are the engine's connector's if none is given; ValueError if there is no such outcome.
-        """
+        """Add transfers or attempts, one of ``OUTCOMES``, and their bytes over all ranks."""
         if outcome not in OUTCOMES:
             raise ValueError(f"no outcome {outcome}; there are {', '.join(OUTCOMES)}")
         part = self.parts.setdefault(connector or self.connector, Moved())

@@ -18,8 +18,7 @@ class Disk:
 
     def __init__(self) -> None:
         self.errors: Counter[str] = Counter()  # by kind
-        # By outcome; a block that has a file is not stored again.
-        self.moved_bytes: Counter[str] = Counter()
+        self.moved_bytes: Counter[str] = Counter()  # by outcome; files are not stored again
         self._lock = threading.Lock()
 
     def failed(self, kind: str) -> None:

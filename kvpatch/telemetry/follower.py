@@ -1,8 +1,4 @@
-"""The gauges of an API server while no step is made: they follow its engines' status pages.
-
-Memory changes without one too: kvcached reserves pages on a thread of its own, a limit is lowered,
-and another engine of a host pool takes memory.
-"""
+"""The gauges of an API server while no step is made: they follow its engines' status pages."""
 
 from __future__ import annotations
 
@@ -61,10 +57,7 @@ def look(metrics: Metrics) -> None:
 
 
 def number_of(content: dict[str, Any], metrics: Metrics) -> int | None:
-    """Return the engine of a page, by its server's numbers, or None.
-
-    A page of an older kvpatch does not tell: there it is the only one.
-    """
+    """Return the engine of a page, by its server's numbers, or None; of old pages, the only one."""
     engine = content["engine"].get("index")
     if engine is None and len(metrics.engines) == 1:
         (engine,) = metrics.engines

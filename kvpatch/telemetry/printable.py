@@ -4,10 +4,7 @@ from __future__ import annotations
 
 
 def printable(text: str) -> str:
-    r"""Return ``text`` with every character that is no visible one as ``\x1b`` or ``\u202e``.
-
-    These move the cursor, set a title, change the direction of text, or cannot be printed.
-    """
+    r"""Return ``text`` with every character that is no visible one as ``\x1b`` or ``\u202e``."""
     if text.isprintable():
         return text
     return "".join(

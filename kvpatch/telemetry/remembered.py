@@ -1,7 +1,6 @@
 """Blocks that an engine has computed: which of them a tier without a limit would still have.
 
-A table of fixed size with one place for each hash, where a later one takes the place of an earlier
-one: no lists, nothing is moved, and what is forgotten makes the answer smaller, never larger. A
+A table with one place for each hash: what is forgotten makes the answer smaller, never larger. A
 block costs about a microsecond.
 """
 

@@ -387,11 +387,7 @@ class Holds:
         self._ended: list[float] = []
 
     def look(self, held: Collection[int], now: float, changes: int | None = None) -> None:
-        """Record the pages that are held at ``now``, on the monotonic clock.
-
-        A page that a reset gave back between two steps has not waited for the next request.
-        ``changes`` is how often pages have begun or ceased to be held, if that is known.
-        """
+        """Record the pages that are held ``now``; those given back between steps do not count."""
         if changes is None or changes != self._changes:
             end = min(now, self._looked + self._NEXT)
             for page in self._since.keys() - held:
@@ -411,8 +407,7 @@ class Sender:
 
     def __init__(self) -> None:
         self.sent = 0.0  # when, on the monotonic clock
-        # Returns what a feature adds to the engine's state.
-        self.more: Callable[[], dict[str, Any]] = dict
+        self.more: Callable[[], dict[str, Any]] = dict  # what a feature adds
         self._at = 0.0
         self._sent: dict[tuple[str, ...], float] = {}
 
@@ -427,10 +422,7 @@ class Sender:
         return {"at": self._now(), "counters": added, "gauges": current, "histograms": observed}
 
     def _now(self) -> float:
-        """Return the time on the monotonic clock, later than that of every message before.
-
-        On a clock that steps back, the servers would show the gauges of before until it catches up.
-        """
+        """Return the time on the monotonic clock, later than that of every message before."""
         self._at = max(time.monotonic(), math.nextafter(self._at, math.inf))
         return self._at
 

@@ -97,10 +97,7 @@ def namespace() -> int | None:
 
 
 def life(page: Page) -> Life:
-    """Return whether the process that wrote ``page`` is running, and not a later one.
-
-    Without a namespace, as of an older kvpatch, it may still run elsewhere.
-    """
+    """Return whether the process that wrote ``page`` runs, and not a later one with its pid."""
     theirs, ours = page.content.get("namespace"), namespace()
     if theirs is not None and ours is not None and theirs != ours:
         return Life.FOREIGN
@@ -181,10 +178,7 @@ def _new_file(path: Path) -> int:
 
 
 def _may_remove(path: Path, ours: int | None) -> bool:
-    """Return whether a page is of an earlier process with this pid, and known to be.
-
-    Such a page is replaced and not overwritten: it may be held open.
-    """
+    """Return whether a page, which may be held open, is surely of an earlier process."""
     try:
         earlier = read(path)
     except (OSError, Unreadable):
@@ -224,10 +218,7 @@ def ended_in_order(found: Page, folder: Path) -> bool:
 
 
 def contents(path: Path, limit: int = SIZE) -> bytes:
-    """Return a small file of a user's folder of pages, whoever put it there.
-
-    OSError, or Unreadable: it is a link, no regular file, too long, or not of the folder's user.
-    """
+    """Return a small file of a user's folder of pages; Unreadable if not surely theirs."""
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         owner = os.fstat(folder).st_uid

@@ -106,10 +106,7 @@ def adopt_orphans() -> None:
 
 
 def session(leader: int) -> list[psutil.Process]:
-    """Return the processes of a session; those of this process that have ended are reaped.
-
-    One that has ended stays until its last thread is gone, and its memory with it.
-    """
+    """Return a session's processes; what has ended stays until its last thread, and is reaped."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):  # it may end meanwhile

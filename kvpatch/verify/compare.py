@@ -1,7 +1,4 @@
-"""Answers against plain vLLM's: tokens, and how far log-probabilities are apart.
-
-After the first token that differs two answers continue different texts, and are not compared.
-"""
+"""Answers against plain vLLM's: tokens, and log-probabilities up to the first other one."""
 
 from __future__ import annotations
 
@@ -24,8 +21,7 @@ class Difference:
     name: str  # of the prompt
     apart: float  # of log-probabilities of equal tokens, at most
     at: int = 0  # the first token that differs, from 1; 0 if none does
-    # How much less likely the other one's is there; infinite if it is not among the likely.
-    gap: float = 0.0
+    gap: float = 0.0  # how much less likely the other one's is there, or infinite
 
     @property
     def most(self) -> float:

@@ -47,16 +47,12 @@ class Seen:
     """What was seen."""
 
     conversations: int = 0
-    # Of every turn, in order; those of one name had one prompt.
-    answers: list[Answer] = field(default_factory=list)
-    # Seconds to the first token, of prompts of the same length.
-    computed: list[float] = field(default_factory=list)
+    answers: list[Answer] = field(default_factory=list)  # of every turn, in order
+    computed: list[float] = field(default_factory=list)  # to the first token
     restored: list[float] = field(default_factory=list)
-    # How often the engine did what it must be seen doing.
-    did: dict[str, int] = field(default_factory=dict)
+    did: dict[str, int] = field(default_factory=dict)  # how often each
     pages: dict[str, int] = field(default_factory=dict)  # in use, at the peak and in the end
-    # In the end, see ``fence.Counters``; empty without a connector.
-    fence: dict[str, int] = field(default_factory=dict)
+    fence: dict[str, int] = field(default_factory=dict)  # of ``fence.Counters``
     page_bytes: int = 0  # of all layers
     stored: int = 0  # bytes, of all workers, as loaded ones
     loaded: int = 0

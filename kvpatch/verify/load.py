@@ -1,8 +1,4 @@
-"""The prompts: conversations of random words, the same in every run.
-
-A later turn of a conversation begins with the earlier ones, so that its blocks are found again.
-No prompt depends on an answer: two servers get the same prompts even if they answer differently.
-"""
+"""The prompts: conversations of random words, the same in every run, whatever was answered."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The verdict of the probe: files beside those of ``kvpatch verify``, and for what one holds.
-
-Nothing of the device is called to compare: vLLM's platform is to start the runtime first.
-"""
+"""The verdict of the probe, and for what it holds; nothing of the device is called to compare."""
 
 from __future__ import annotations
 

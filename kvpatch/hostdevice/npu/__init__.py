@@ -1,4 +1,1 @@
-"""Computation on the emulated NPU, for engines of vllm-ascend on the ACL emulator.
-
-A test device: what it computes is what torch computes on the host, at no speed of any device.
-"""
+"""Computation on the emulated NPU, a test device: what torch computes on the host."""
