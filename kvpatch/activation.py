@@ -1,8 +1,4 @@
-"""Activation: the steps before and after vllm's own code runs.
-
-The order does not depend on which startup file ran first. If a feature cannot be applied
-completely, everything is reverted.
-"""
+"""Activation: the steps before and after vllm's own code, in an order that nothing else decides."""
 
 from __future__ import annotations
 

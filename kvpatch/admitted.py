@@ -42,11 +42,7 @@ def admits(feature: str, vllm: Installed, wanted: Iterable[str]) -> bool:
 
 
 def ran_with(name: str, vllm: Installed, connectors: Iterable[str], model: str = "") -> bool:
-    """Return whether what is no axis of the matrix ran with all of these connectors.
-
-    Of such a name the table has connectors, by ``kind_of``: it ran with each in one cell. ``model``
-    is given where the name is asked of each kind by itself.
-    """
+    """Return whether what is no axis ran with each of these connectors in a cell, and of a kind."""
     return admits(name, vllm, (kind_of(one, model) for one in connectors))
 
 

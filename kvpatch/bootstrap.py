@@ -1,8 +1,4 @@
-"""Switching on: from ``import kvpatch`` to the first import of vllm.
-
-Only modules that every interpreter has already loaded are imported here, because this
-runs in every Python process that has ``KVPATCH`` set, most of which never import vllm.
-"""
+"""Switching on, until vllm is imported, with only what every interpreter has loaded already."""
 
 from __future__ import annotations
 
@@ -99,10 +95,7 @@ def _switched_off() -> bool:
 
 
 def switch_on() -> None:
-    """Arrange for the patches to be applied when vllm is imported; ImportError if it was before.
-
-    ``KVPATCH=0`` takes precedence; an unknown value is not reported here, as it may stop only vllm.
-    """
+    """Arrange for the patches to be applied when vllm is imported; ImportError if it was before."""
     global _finder, switched_on_by_import
     if _switched_off() or _finder is not None:
         return

@@ -37,11 +37,7 @@ def tightest(proc: Path = PROC, root: Path = ROOT) -> Limit | None:
 
 
 def _folders(proc: Path, root: Path) -> Iterator[tuple[Path, _Files]]:
-    """Yield the folders of the process's cgroups, and of those above them.
-
-    In a container without a cgroup namespace the path is the host's, and only the root of the
-    mount is there: it is the container's own.
-    """
+    """Yield the folders of the process's cgroups, and of those above; a container has the root."""
     try:
         lines = proc.read_text().splitlines()
     except OSError:

@@ -59,8 +59,8 @@ def shm_free(folder: Path = SHM) -> int | None:
 def reader(environment: Mapping[str, str] = os.environ) -> Reader | None:
     """Return ``here`` for a process that may start an engine, else None.
 
-    vLLM's own processes copy a configuration that was checked, and a part of the memory is the
-    tier's by then. They inherit kvpatch's name for kvcached; a forked one is told by its pid.
+    vLLM's own processes have a checked configuration, and the tier a part of the memory by then.
+    They inherit kvpatch's name for kvcached; a forked one is told by its pid.
     """
     if environment.get(OUR_IPC_NAME.name) and started_by_multiprocessing():
         return None

@@ -1,7 +1,4 @@
-"""kvpatch's logger, and ``KVPATCH_LOG=debug``: every gate and patch as it is applied.
-
-vLLM's handler drops DEBUG unless all of vLLM logs it: kvpatch's lines have one of their own.
-"""
+"""kvpatch's logger, and ``KVPATCH_LOG=debug``, whose lines need no DEBUG of all of vLLM."""
 
 from __future__ import annotations
 

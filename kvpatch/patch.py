@@ -238,10 +238,7 @@ class Transaction:
             raise
 
     def revert_to(self, count: int) -> list[str]:
-        """Revert down to the first ``count`` patches, newest first.
-
-        Return the ids of those that other packages have patched over, which stay in force.
-        """
+        """Revert down to the first ``count``, newest first; return ids that others patched over."""
         displaced = []
         while len(self.applied) > count:
             last = self.applied.pop()
@@ -250,11 +247,7 @@ class Transaction:
         return displaced
 
     def revert(self, patch_id: str) -> bool:
-        """Revert one patch by id, leaving its feature incomplete; for tests of single patches.
-
-        Later patches of the same object stay in force. Return False, and leave it, if another
-        package has patched over it; KeyError if it is not in force.
-        """
+        """Revert one patch by id, for tests; return False if another package patched over it."""
         for at, applied in enumerate(self.applied):
             if applied.patch.id == patch_id:
                 return self._take_out(at)

@@ -1,8 +1,4 @@
-"""Files and folders at names that every user of the machine can guess, in /dev/shm and /tmp.
-
-Another user may make such a name first. What is used under it must therefore be this user's, and
-closed to all others; root's is refused as well, because only this user puts it there by design.
-"""
+"""Files and folders at names that every user can guess: what is used is this user's alone."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def start_ticks(pid: int) -> int | None:
-    """Return when ``pid`` started, in clock ticks since boot; None if it has ended.
+    """Return when ``pid`` started, in ticks since boot; None if it has ended.
 
     psutil only has the wall-clock time, which changes when the clock is set.
     """

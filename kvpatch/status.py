@@ -1,7 +1,4 @@
-"""The facts of this process, and the status line.
-
-An import of this submodule replaces ``kvpatch.status()`` in the package, so that it is called.
-"""
+"""The facts of this process, the status line, and, called, what ``kvpatch.status()`` returns."""
 
 from __future__ import annotations
 

@@ -91,10 +91,7 @@ def nearest(vllm: Installed) -> str:
 
 
 def in_ranges(releases: Collection[str]) -> str:
-    """Return releases of vLLM in words: ``0.16.0, 0.19.1 to 0.28.0 or 0.30.0``.
-
-    Three and more, between which no other release is known, are one range.
-    """
+    """Return releases in words: ``0.16.0, 0.19.1 to 0.28.0 or 0.30.0``, adjacent ones as ranges."""
     runs = (list(run) for named, run in groupby(RELEASES, set(releases).__contains__) if named)
     return in_words(
         part for run in runs for part in (run if len(run) < _RANGE else [f"{run[0]} to {run[-1]}"])

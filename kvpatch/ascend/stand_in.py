@@ -1,7 +1,4 @@
-"""The parts of torch that kvcached's setup.py reads, to build it against the ACL runtime.
-
-``build.py`` puts this file before the real torch, as ``torch.py``, for that one build.
-"""
+"""The parts of torch that kvcached's setup.py reads, as ``torch.py`` for a build against ACL."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Who may map how much of a device: what is seen goes in, limits come out, and that is all.
-
-Every engine has its floor and one request, then what its present requests need, then a part of the
-rest for prefixes, by the rate at which it finds some: each shared by priority. A share is not a
-limit yet: memory moves only to who has filled what it has, or waits for it. See docs/balance.md.
+"""Who may map how much of a device: what is seen goes in, limits come out; see docs/balance.md.
 
 Sizes are bytes of one device; of an engine with several ranks, bytes of each of them.
 """

@@ -1,7 +1,6 @@
 """The engines as ``balance`` sees them: from their control sockets, and their status pages.
 
-A socket tells the limit, what is mapped, what requests need, and the device; a page tells how much
-of the prompts was found. Engines are asked side by side: one that is stuck delays nobody.
+Engines are asked side by side: one that is stuck delays nobody.
 """
 
 from __future__ import annotations
@@ -42,11 +41,7 @@ def look(
     alone: Mapping[str, int] = MappingProxyType({}),
     controls: float | None = None,
 ) -> dict[str, Found]:
-    """Return the engines of this user that listen, by name; a silent one, as it was ``before``.
-
-    ``alone`` are the limits that they are to have without a controller, ``controls`` the seconds
-    for which the caller is one.
-    """
+    """Return this user's engines that listen; silent ones as they were, told what is controlled."""
     hits = found_tokens()
     by_path = {one.handle.path: one for one in before.values() if one.handle is not None}
     seen = client.of_each(lambda path: _one(path, by_path.get(path), hits, alone, controls))

@@ -160,8 +160,7 @@ class Engine:
         """Set the bytes of the device that it may map; Refused if it cannot, or does not answer.
 
         Args:
-            revision: one more than the ``revision`` of ``said``, so that the limit is refused if
-                somebody else has set one since.
+            revision: one more than that of ``said``, so that another's limit since is kept.
             patience: seconds to wait; without an answer the engine goes on with what it was asked.
             tell: called with every line of progress.
         """
@@ -227,11 +226,7 @@ class Silent:
 
 
 def ask(path: Path, question: dict[str, Any], timeout: float) -> Iterator[dict[str, Any]]:
-    """Ask the engine at a socket a verb and what belongs to it; iterate over what it says.
-
-    Raises OSError without a listener or a line in ``timeout`` seconds, or if the folder is open to
-    others; ValueError if it is no engine that answers.
-    """
+    """Ask at a socket; iterate over what is said; OSError if nothing is in time, or ValueError."""
     private.check_folder(path.parent)
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(timeout)

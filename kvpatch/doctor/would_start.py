@@ -1,7 +1,4 @@
-"""Whether a command of vLLM would start: its options and configuration, without an engine.
-
-Run in a process of its own, in which kvpatch is on; ``examined`` imports vllm, and nothing else.
-"""
+"""Whether a command of vLLM would start, in a process of its own, without an engine."""
 
 from __future__ import annotations
 

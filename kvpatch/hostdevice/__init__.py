@@ -1,4 +1,1 @@
-"""The host device: kvcached's allocator on host memory, for machines without a GPU.
-
-``KVPATCH_HOST_DEVICE=2GiB`` sets its size; all processes of this user on the machine share it.
-"""
+"""The host device: kvcached's allocator on host memory, for machines without a GPU."""

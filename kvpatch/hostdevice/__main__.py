@@ -69,11 +69,7 @@ def name_vllm() -> None:
 
 
 def show_interpreter_to_triton() -> None:
-    """Provide Triton with a backend named "cpu" in processes that have TRITON_INTERPRET=1.
-
-    vLLM's Model Runner V2 needs one. It is added to ``sys.path`` instead of being a package of
-    kvpatch, because importing kvpatch switches the patches on.
-    """
+    """Provide Triton with a backend "cpu", outside of kvpatch, where TRITON_INTERPRET is 1."""
     folder = Path(__file__).parent / "interpreter"
     startup = Path(sysconfig.get_path("purelib")) / "kvpatch-interpreter.pth"
     startup.write_text(

@@ -159,10 +159,7 @@ def swap_blocks_batch(
 
 
 def swap_blocks(src: Any, dst: Any, block_size_in_bytes: int, block_mapping: Any) -> None:
-    """Queue copies of whole blocks between two dense tensors, as ``ops.swap_blocks``.
-
-    ``block_mapping`` is int64 ``[copies, 2]``: the block of ``src`` and the block of ``dst``.
-    """
+    """Queue copies of whole blocks, as ``ops.swap_blocks``: int64 pairs of ``src`` and ``dst``."""
     size, source, destination = block_size_in_bytes, src.data_ptr(), dst.data_ptr()
     _enqueue(
         [(destination + to * size, source + of * size, size) for of, to in block_mapping.tolist()]

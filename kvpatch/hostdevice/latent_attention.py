@@ -85,11 +85,7 @@ def decode(
 
 
 def gather(*, src_cache: Any, dst: Any, block_table: Any, starts: Any, cu_seq_lens: Any) -> None:
-    """Copy each request's cached tokens into ``[tokens, rank + rope]``, for a prefill.
-
-    ``starts`` has the first token of each request, and ``cu_seq_lens`` where each is in ``dst``,
-    and the end of the last.
-    """
+    """Copy each request's cached tokens, from ``starts``, to ``cu_seq_lens`` in ``dst``."""
     ends = cu_seq_lens.tolist()
     for request, (begin, end, start) in enumerate(
         zip(ends, ends[1:], starts.tolist(), strict=False)

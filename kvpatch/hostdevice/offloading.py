@@ -1,9 +1,4 @@
-"""vLLM's ``CPUOffloadingSpec`` by the name that configurations for the host device have.
-
-Where kvpatch is off, importing it makes vLLM's copying workers run here, so that offloading from
-static memory can be compared. Configured as ``spec_name=HostOffloadingSpec`` with
-``spec_module_path=kvpatch.hostdevice.offloading`` in ``kv_connector_extra_config``.
-"""
+"""vLLM's ``CPUOffloadingSpec``, as ``HostOffloadingSpec``; imported, it runs without kvpatch."""
 
 from __future__ import annotations
 

@@ -49,11 +49,7 @@ class Extent:
 
 
 class Extents:
-    """The extents of one tier, whose chunks are [0, chunks).
-
-    An extent has about ``extent_bytes``, and at least a chunk: a multiple of ``multiple`` of them,
-    if the tier has as many. The clock is one that all engines of the machine have in common.
-    """
+    """The extents of one tier, whose chunks are [0, chunks), by a clock that engines share."""
 
     def __init__(
         self,

@@ -1,8 +1,4 @@
-"""The thread of an engine that commits the extents of its tier, and gives them back.
-
-Whatever waits for the kernel, for the ledger or for workers is done here, and never under the
-lock that the scheduler needs.
-"""
+"""The thread that commits an engine's extents and gives them back, not as the scheduler waits."""
 
 from __future__ import annotations
 
@@ -42,11 +38,7 @@ AHEAD, WINDOW, RECENT = 16, 0.25, 5.0
 
 
 class Keeper:
-    """What an engine does with its tier's extents.
-
-    What is done under ``lock``, of the extents and the scheduler, is short; ``evict`` evicts what
-    it can of an extent under it.
-    """
+    """What an engine does with its tier's extents; what is done under ``lock`` is short."""
 
     def __init__(
         self,
@@ -148,10 +140,7 @@ class Keeper:
         self._thread.start()
 
     def close(self, in_use: bool = False) -> None:
-        """End the thread and give everything back; no copy is in flight any more.
-
-        Unless somebody in this process still uses the tier: then it stays committed and counted.
-        """
+        """End the thread, and give everything back unless this process still uses the tier."""
         self._stop.set()
         self._wake.set()
         if self._thread is not None and self._thread is not threading.current_thread():

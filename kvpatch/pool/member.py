@@ -123,10 +123,7 @@ class Member:
         record.write_owner(self._file, self._owner)
 
     def look(self, resident: int, coldest: float, reuse: float = 1.0) -> View:
-        """Publish what the blocks of this engine are, and return what all engines have.
-
-        ``reuse`` is chunks found for each that is stored. Raises Busy, or Foreign.
-        """
+        """Publish what this engine's blocks are, and return what all have; or Busy, or Foreign."""
         if not self.counted:  # nothing may stay that nobody counts
             return View(0, self._owner.committed, [], self._owner.committed)
         self._owner = self._owner._replace(
@@ -222,19 +219,10 @@ class Member:
 
 
 def join(path: Path, size: int, owner: Owner, known: Limit | None = None) -> Member:
-    """Take part in the pool of a folder, with nothing committed.
+    """Take part in a pool, with nothing committed, of the ``known`` limit if it has none.
 
-    Args:
-        path: of the engine's record, see ``record_of``; its folder is made if it is missing.
-        known: the limit if the pool has none, as somebody may have set it; None for ``size``.
-
-    Raises:
-        Different: the running engines were started with another size.
-        Promised: the floors of all of them are more than the pool.
-        Foreign: a running engine's record cannot be read.
-        Lingers: an engine of the same name was killed, and its memory is not freed.
-        Busy: the lock is not to be had.
-        OSError: there is no room in /dev/shm, or private.Unsafe.
+    Raises Different or Promised for other sizes, Foreign for a record that cannot be read, Lingers
+    while a killed engine's memory is freed, Busy, private.Unsafe, or OSError.
     """
     private.make_folder(path.parent)
     # What is left of an engine of the same name that was killed a moment ago.

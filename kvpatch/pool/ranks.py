@@ -72,10 +72,7 @@ class Ranks:
         return found
 
     def register(self, offset: int, size: int) -> None:
-        """Have every worker register a committed range.
-
-        Failed if one has not; the others have deregistered it, unless one did not answer.
-        """
+        """Have every worker register a committed range, or none that answers, and Failed."""
         try:
             self._all(REGISTER, offset, size)
         except Failed:

@@ -19,10 +19,7 @@ EQUAL = 0.4
 
 
 class Reuse:
-    """How many chunks were found for each that was stored; the older, the less they count.
-
-    Nothing here is safe for threads; the caller has a lock.
-    """
+    """How many chunks were found for each that was stored; the older, the less they count."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -54,8 +51,5 @@ class Reuse:
 
 
 def age(seconds: float, rate: float, has: int, part: float) -> float:
-    """Return how old extents count among those of other engines, in seconds.
-
-    ``part`` is an equal part of the pool, in bytes as what its engine ``has`` committed.
-    """
+    """Return how old extents count, in seconds, of who ``has`` bytes, beside an equal ``part``."""
     return seconds / math.sqrt(rate) * (EQUAL if has <= part else 1.0)

@@ -92,11 +92,7 @@ class Totals:
         return self.prefill_tokens / self.prefill_seconds if self.prefill_seconds else 0.0
 
     def waits(self, could_move: bool) -> float:
-        """Return for how many seconds nothing has moved, though requests wait and none runs.
-
-        An engine whose requests all wait for memory makes thousands of steps per second without the
-        model.
-        """
+        """Return for how many seconds nothing has moved, though requests wait and none runs."""
         now = time.monotonic()
         moved = (self.executed, *self.operations.values())
         if not could_move or moved != self._moved:

@@ -32,12 +32,7 @@ class Classes(NamedTuple):
 
 
 class Metrics:
-    """Registers the series, and records the messages of the engines.
-
-    What is counted is there from the start, as 0: Prometheus' ``rate`` does not see the first
-    increment of a series that appears with it. vLLM's labels come first; ``facts`` are the values
-    of the info gauge's own labels, ``series.INFO``, of which the last is the connector.
-    """
+    """Registers the series, counts at 0 for Prometheus' ``rate``, and records messages."""
 
     def __init__(
         self,
@@ -123,10 +118,7 @@ class Metrics:
 
 
 def set_as_of(gauge: Any, value: float, when: float) -> None:
-    """Set a gauge to its value at ``when``, in seconds on the monotonic clock.
-
-    Two API servers may process messages in reverse order; its own ``set`` takes no timestamp.
-    """
+    """Set a gauge to its value at ``when``: API servers may process messages in reverse order."""
     stored = getattr(gauge, "_value", None)
     if stored is None:  # Ray's gauges have one value for all processes
         gauge.set(value)

@@ -1,8 +1,7 @@
 """Keeping a process's page up to date, without delaying its own thread.
 
-An engine's page is written twice per second by a separate thread (about 0.1 ms): an idle engine is
-visible as running, and a stuck one as stuck. Pages that do not change are written once. No error of
-publishing ends a process: it is logged, and the process goes on without a page.
+An engine's page is written twice per second by a separate thread (about 0.1 ms), so that a stuck
+one is visible. No error of publishing ends a process, which goes on without a page.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The last refusals of a user, for ``kvpatch status``: a few lines in shared memory.
-
-A refusal is raised in any case; nothing here may put another error in its place.
-"""
+"""The last refusals of a user, for ``kvpatch status``; no error here replaces one."""
 
 from __future__ import annotations
 

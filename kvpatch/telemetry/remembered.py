@@ -1,8 +1,4 @@
-"""Blocks that an engine has computed: which of them a tier without a limit would still have.
-
-A table with one place for each hash: what is forgotten makes the answer smaller, never larger. A
-block costs about a microsecond.
-"""
+"""Blocks that an engine has computed, in a table that forgets, so that answers are too small."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What is told of the memory that an engine lends, and of what it gave back, for whatever reason.
-
-The code of suspensions is imported only by engines that have one, and the metrics by all.
-"""
+"""What is told of memory that an engine lends or gave back, without the code of suspensions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,1 @@
-"""A Triton backend "cpu", which vLLM's Model Runner V2 looks for; kernels are interpreted.
-
-A separate package, so that Triton does not import kvpatch with it.
-"""
+"""A Triton backend "cpu" for Model Runner V2, interpreted; imported without kvpatch."""
