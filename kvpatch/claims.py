@@ -169,7 +169,6 @@ def _file_name(kind: str, name: str) -> str:
 
 
 def _remove_dropped(home: Path) -> None:
-    """Remove the claims of engines that are gone, and the files that they covered."""
     for path in home.iterdir():
         with suppress(OSError):
             file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)

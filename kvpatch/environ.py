@@ -160,7 +160,6 @@ def _above_zero(number: float, otherwise: str) -> float:
 
 
 def _number(text: str, units: Mapping[str, float]) -> float:
-    """Return a decimal number in its unit; 0 if it is none."""
     import re  # here, because this module is imported in every process
 
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]*)", text)

@@ -69,7 +69,6 @@ def _is_secret(name: str, value: str) -> bool:
 
 
 def _text(text: str) -> str:
-    """Return a text in which the JSON at its end has no secrets."""
     if "{" not in text or not (_SECRET.search(text) or _TOKEN_IN_TEXT.search(text)):
         return text
     begin = min(at for at in map(text.find, "{[") if at >= 0)

@@ -176,7 +176,6 @@ def _first(config: dict[str, Any], *names: str) -> Any:
 
 
 def _kinds(config: dict[str, Any]) -> dict[str, int]:
-    """Return the number of layers of each kind."""
     count = _first(config, "num_hidden_layers", "n_layer", "num_layers")
     types = config.get("layer_types") or config.get("layers_block_type")
     if types is None and config.get("hybrid_override_pattern"):

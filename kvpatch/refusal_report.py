@@ -1,8 +1,4 @@
-"""How a refusal reaches the operator: one line on stderr, whichever process refuses.
-
-The process that the operator started ends with "Engine core initialization failed". So the first
-refusal is written to a file, which exists only after a refusal, and is printed last.
-"""
+"""How a refusal reaches the operator: last, as one line on stderr, whichever process refuses."""
 
 from __future__ import annotations
 

@@ -93,7 +93,6 @@ def _with_gaps(one: Row | Parts) -> Parts:
 
 
 def _resolved(home: str, parts: Parts, blank: Patch) -> Iterator[Patch | Gap]:
-    """Yield the parts of a seam with all of their fields."""
     starts = sorted({part.since or blank.since for part in parts}, key=_numbers)
     ends = dict(zip(starts, (*starts[1:], None), strict=True))
     first = above = blank

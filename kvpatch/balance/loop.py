@@ -193,7 +193,6 @@ class Balance:
         return self._sizes[device]
 
     def _do(self, move: Move, patience: float) -> None:
-        """Set a limit, and say how that went."""
         found = self.found.get(move.name)
         if found is None or not found.engine.answers:
             return  # since the plan was made
@@ -247,7 +246,6 @@ class Balance:
         return replace(found, engine=engine)
 
     def _say_would(self, moves: Iterable[Move], device: str) -> None:
-        """Say what would be done, once."""
         would = {move.name: (move.limit, move.why) for move in moves}
         for move in moves:
             if self._would.get(move.name) != would[move.name]:

@@ -273,19 +273,14 @@ def hits_line(engine: dict[str, Any]) -> str:
     device, looked_up = hits.get("device", 0), queries.get("device", 0)
     tier = hits.get("tier", 0)
     disk, lost = hits.get("disk", 0), engine.get("lost_tokens", 0)
+    seconds, rate = engine.get("saved_seconds", 0), engine.get("prefill_rate", 0)
+    saved = f"; the tier saved {seconds:.1f} s of prefill, at {rate:.0f} tokens/s"
     return (
         f"of {looked_up} prompt tokens {device} were on the device, {tier} came from the tier"
         f"{f' ({disk} of them from disk)' if disk else ''}, {looked_up - device - tier} were "
-        f"computed{f', {lost} of them not for the first time' if lost else ''}{saved(engine)}"
+        f"computed{f', {lost} of them not for the first time' if lost else ''}"
+        f"{saved if seconds and rate else ''}"
     )
-
-
-def saved(engine: dict[str, Any]) -> str:
-    """Return the prefill that hits of the tiers made needless; nothing where none is known."""
-    seconds, rate = engine.get("saved_seconds", 0), engine.get("prefill_rate", 0)
-    if not seconds or not rate:
-        return ""
-    return f"; the tier saved {seconds:.1f} s of prefill, at {rate:.0f} tokens/s"
 
 
 def disk_lines(engine: dict[str, Any]) -> Iterator[str]:

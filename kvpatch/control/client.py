@@ -132,11 +132,8 @@ class Engine:
     ) -> Answer:
         """Store what only the device has, and give its memory back; requests wait from now on.
 
-        Args:
-            finish: let running requests finish first, instead of preempting them.
-            whole: do not suspend if the tier cannot keep every block.
-            timeout: seconds after which the engine runs on as before.
-            tell: called with every line of progress; Refused is raised if it is not as asked.
+        Running requests are preempted unless they may ``finish``; ``whole`` is not to lose a block;
+        after ``timeout`` seconds the engine runs on. Refused says why it is not suspended as asked.
         """
         asked = {"finish": finish, "whole": whole, "timeout": timeout}
         return self._ask({"verb": "suspend", **asked}, tell)
@@ -159,10 +156,8 @@ class Engine:
     ) -> Answer:
         """Set the bytes of the device that it may map; Refused if it cannot, or does not answer.
 
-        Args:
-            revision: one more than that of ``said``, so that another's limit since is kept.
-            patience: seconds to wait; without an answer the engine goes on with what it was asked.
-            tell: called with every line of progress.
+        With a ``revision``, one more than that of ``said``, another's limit since then is kept.
+        After ``patience`` seconds the engine goes on with what it was asked.
         """
         asked: dict[str, Any] = {"verb": "limit", "size": size}
         if revision is not None:
@@ -179,10 +174,8 @@ class Engine:
     ) -> dict[str, Any]:
         """Return what it needs and could have, see ``suspend.demand``; Refused if it does not know.
 
-        Args:
-            controls: seconds for which the caller sees to the limits of all engines of the device:
-                so long the prefix cache is bounded by it alone, unless the operator bounded it.
-            alone: bytes of the limit to take when it is not asked again by then; None to keep it.
+        ``controls`` are seconds for which the caller sees to all limits of the device, so that the
+        prefix cache needs no other bound; ``alone`` is the limit to take after them.
         """
         asked: dict[str, Any] = {"verb": "demand"}
         if controls is not None:

@@ -33,7 +33,6 @@ def _in_containers(proc: Path) -> Iterator[Path]:
 
 
 def _may_use(process: Path, folder: Path, device: int, uid: int) -> bool:
-    """Whether a process of a container may use the files."""
     inside = Path(f"{process}/root{folder}")
     try:
         return inside.stat().st_dev == device

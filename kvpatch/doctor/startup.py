@@ -45,11 +45,7 @@ def check(settings: Mapping[str, str]) -> list[Finding]:
 def check_files(
     folders: Iterable[Path], path: Iterable[str] | None = None, fires: bool = False
 ) -> Iterator[Finding]:
-    """Look for the startup files in the folders that are read, and elsewhere on the path.
-
-    Where the interpreter ``fires`` them, one in a folder elsewhere is read too, because another
-    startup file adds that folder (``site.addsitedir``).
-    """
+    """Look for the startup files where they are read and, as one that ``fires``, on the path."""
     read = [folder for folder in folders if folder.is_dir()]
     wanted = NAMES[1 if sys.version_info >= (3, 15) else 0]
     for folder in read:

@@ -53,8 +53,6 @@ def wanted() -> bool:
 
 
 class _TorchWithHostDevice(wrapt.ObjectProxy):  # type: ignore[misc]
-    """``torch`` with the host device as ``torch.cuda``."""
-
     @property
     def cuda(self) -> Any:
         return SimpleNamespace(

@@ -1,8 +1,6 @@
 """What vLLM's copy code calls of CUDA, on the host device: streams, events, copies, pinning.
 
-vLLM's own workers for the CPU tier run unmodified on it. Their modules see ``torch``,
-``current_platform`` and ``vllm._custom_ops`` through the proxies below, and the regions of the
-device as tensors that call themselves CUDA's. What a GPU has and this has not: docs/host-device.md.
+vLLM's own workers for the CPU tier run unmodified on it: their modules see the proxies below.
 """
 
 from __future__ import annotations
@@ -248,8 +246,6 @@ class DeviceTensor(torch.Tensor):  # type: ignore[misc]
 
 
 class _Cuda(wrapt.ObjectProxy):  # type: ignore[misc]
-    """``torch.cuda`` with the host device's streams."""
-
     Stream = CopyStream
     current_stream = staticmethod(current_stream)
     stream = staticmethod(stream)
@@ -300,8 +296,6 @@ class _Platform(wrapt.ObjectProxy):  # type: ignore[misc]
 
 
 class _Operations(wrapt.ObjectProxy):  # type: ignore[misc]
-    """``vllm._custom_ops`` with the host device's copies."""
-
     swap_blocks = staticmethod(swap_blocks)
     swap_blocks_batch = staticmethod(swap_blocks_batch)
 

@@ -98,7 +98,7 @@ def synchronize() -> None:
 
 @atexit.register
 def _end() -> None:
-    """Let the copies in flight end, as the interpreter would within libtorch, with a SIGABRT."""
+    """Let copies in flight end: a daemon thread that leaves libtorch after that is a SIGABRT."""
     _ending.set()
     for stream in list(_streams):
         stream._queue.put(None)  # also a thread without work has to end

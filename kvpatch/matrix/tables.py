@@ -106,7 +106,6 @@ def on_npus(found: Mapping[tuple[str, Cell], Verdict]) -> list[tuple[str, ...]]:
 
 
 def _together(cells: list[Cell]) -> str:
-    """Return the runners and models of cells, and the layouts unless both are among them."""
     models: dict[tuple[str, ...], list[str]] = {}
     for model in MODELS:
         here = [cell for cell in cells if cell.model == model]

@@ -215,7 +215,6 @@ class Keeper:
     # Giving back
 
     def _make_room(self, view: View) -> None:
-        """Evict extents that the others, or a lower limit, ask for."""
         share = self._share(view)
         # Whole extents: one that would take it below its floor is not given to another engine.
         asked = min(view.asked, max(0, view.own - self.member.floor))
@@ -300,7 +299,6 @@ class Keeper:
         return max(1, self.extents.per // AHEAD, recent)
 
     def _grow(self, view: View) -> None:
-        """Commit the extents that are wanted, or one ahead."""
         now = self._clock()
         if self.broken and now < self._broken_until:
             return

@@ -191,7 +191,6 @@ def glance(folder: Path, own: Path) -> list[Peer] | None:
 
 
 def _read(path: Path, file: int) -> Peer | None:
-    """Return an engine, or None if it is gone."""
     owner = record.read_owner(file)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

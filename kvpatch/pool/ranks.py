@@ -1,8 +1,4 @@
-"""Asking every worker to register an extent with its device, or to deregister it.
-
-A worker connects to its engine's socket and answers from a thread of its own, so that neither
-the engine nor a worker's step waits. A worker that is gone takes its engine with it.
-"""
+"""Asking every worker, on a thread of its own, to register an extent, or to deregister it."""
 
 from __future__ import annotations
 

@@ -285,7 +285,6 @@ def counters(state: dict[str, Any]) -> Values:
 
 
 def _parts(state: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return what each connector of an engine moved."""
     if not state["connector"]:
         return {}
     whole = {"bytes": state["bytes"], "operations": state["operations"]}

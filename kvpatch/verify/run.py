@@ -161,7 +161,6 @@ def _plain(options: Options, load: Load, result: Result, say: Say) -> None:
 def _started(
     options: Options, command: Sequence[str], environment: dict[str, str], log: Path, say: Say
 ) -> Iterator[tuple[Child, Api]]:
-    """Return a server that answers, and its API."""
     port = free_port()
     words = [*command, "--host", "127.0.0.1", "--port", str(port)]
     api, begun = Api(port, api_key(command, environment)), time.monotonic()
@@ -182,7 +181,6 @@ def _started(
 
 
 def _sized(api: Api, block: int) -> Load:
-    """Return prompts of a size that the model takes, for its tokenizer."""
     try:
         warm: Answer = api.complete("warm-up", Load(1.0, 0, 0).of("warm-up", WARM_UP), 2)
     except Ended as error:

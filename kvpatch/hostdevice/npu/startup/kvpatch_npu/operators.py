@@ -1,9 +1,4 @@
-"""The operators of torch_npu, vllm-ascend and ATB that a dense model needs, in torch.
-
-Each does what the published documentation says of it, on the host's view of the same bytes, for
-the arguments that vllm-ascend passes; another argument is an error. Every operator that is not
-here stays what it is without an NPU: an error of the emulator.
-"""
+"""The operators of torch_npu, vllm-ascend and ATB that a dense model needs, as documented."""
 
 from __future__ import annotations
 
@@ -26,7 +21,6 @@ def _npu(tensor: Any, like: Any) -> Any:
 
 
 def _refuse(operator: str, arguments: dict[str, Any], allowed: dict[str, Any]) -> None:
-    """Raise NotImplementedError for an argument that has another value than it can take."""
     for name, value in arguments.items():
         if name in allowed and value in allowed[name]:
             continue
