@@ -25,7 +25,7 @@ class Rule(NamedTuple):
     why: str  # in it, ``what`` and ``remedy``, "this release" is named
     remedy: str
     only_in: Span | None = None  # None for all releases
-    unless_validated: Span | None = None  # but to all others
+    unless_validated: Span | None = None  # the validated releases of it, exempt
     with_connector: bool = True  # without one kvcached alone runs as it would
     warns: Callable[[Config, Facts], str] | None = None  # of what is not refused
     last: bool = False  # asked after the others, whose reasons are more exact

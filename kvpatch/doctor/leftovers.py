@@ -130,7 +130,7 @@ def report(group: list[Leftover]) -> Finding:
 
 
 def find(kinds: Iterable[Kind], me: int | None = None) -> Iterator[Leftover]:
-    """Yield the files that no running process uses, which ``me`` or this user may remove."""
+    """Yield the files that no running process uses; those of ``me``, or this user, are its own."""
     me = os.getuid() if me is None else me
     # All before the processes: what is made while these are read is nobody's leftover.
     candidates = list(_candidates(kinds))

@@ -1,4 +1,4 @@
-"""vLLM's ``CPUOffloadingSpec``, as ``HostOffloadingSpec``; imported, it runs without kvpatch."""
+"""vLLM's ``CPUOffloadingSpec``, as ``HostOffloadingSpec``; its import suffices without kvpatch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The thread that commits an engine's extents and gives them back, not as the scheduler waits."""
+"""The thread that commits an engine's extents and gives them back, and waits without a lock."""
 
 from __future__ import annotations
 

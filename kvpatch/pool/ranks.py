@@ -68,7 +68,7 @@ class Ranks:
         return found
 
     def register(self, offset: int, size: int) -> None:
-        """Have every worker register a committed range, or none that answers, and Failed."""
+        """Have every worker register a range; Failed if one has not, and others let go of it."""
         try:
             self._all(REGISTER, offset, size)
         except Failed:

@@ -73,7 +73,7 @@ class Seen(NamedTuple):
 
 
 def all_of(everyone: bool) -> list[Seen]:
-    """Return every process that publishes on this machine, of all users if root asks."""
+    """Return every process that publishes on this machine, or also those that only root reads."""
     seen = list(_in_folder(page.folder_of(os.getuid()), os.getuid()))
     if everyone:
         for folder in sorted(page.base().glob("kvpatch-status-*")):

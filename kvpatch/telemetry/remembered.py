@@ -1,4 +1,4 @@
-"""Blocks that an engine has computed, in a table that forgets, so that answers are too small."""
+"""Blocks that an engine has computed, in a table that forgets: its answers may be too small."""
 
 from __future__ import annotations
 
