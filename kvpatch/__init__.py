@@ -1,8 +1,14 @@
 """vLLM's KV offloading on kvcached's elastic KV memory.
 
-Importing this package switches kvpatch on for the process and its children, unless ``KVPATCH=0``;
-it raises ImportError if vllm was imported before. Nothing of vllm, torch or kvcached is imported
-here: the patches are applied when vllm is imported. What a program asks is imported when it is.
+Importing this package switches kvpatch on for the process and its children,
+unless ``KVPATCH=0``; the startup file imports it when ``KVPATCH=1``. Nothing of
+vllm, torch or kvcached is imported here: the patches are applied when vllm is imported.
+
+``kvpatch.status()`` returns the processes that have kvpatch on; ``kvpatch.Refusal`` is what a
+configuration raises that must not start. Both are imported when they are asked for.
+
+Raises:
+    ImportError: vllm was imported before kvpatch in this process.
 """
 
 from kvpatch.bootstrap import switch_on as _switch_on

@@ -1,4 +1,9 @@
-"""Activation: the steps before and after vllm's own code, in an order that nothing else decides."""
+"""Activation: the steps before and after vllm's own code runs.
+
+The order is fixed here and does not depend on which startup file ran first: gates
+that need no import, vllm, kvcached's patches, import hooks of other packages on vllm,
+then kvpatch's patches. If a feature cannot be applied completely, everything is reverted.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +37,11 @@ _refused: Refusal | None = None
 
 
 def before_vllm() -> None:
-    """Check the gates that need no import, and switch kvcached on; RefusedImport if one refuses."""
+    """Check the gates that need no import, and switch kvcached on.
+
+    Raises:
+        RefusedImport: a gate refuses, now or at an earlier import of vllm.
+    """
     refusal_report.in_one_line()
     debug_if_asked()
     if _refused is not None:
@@ -65,7 +74,11 @@ def warn_of_unknown() -> None:
 
 
 def after_vllm(module: ModuleType) -> None:
-    """Apply kvcached's patches and kvpatch's to vllm, whose module has just been executed."""
+    """Apply kvcached's patches and kvpatch's to vllm, whose module has just been executed.
+
+    Raises:
+        RefusedImport: a patch of kvpatch cannot be applied; all of them are reverted.
+    """
     if transaction.applied:
         return  # the inner of two loaders applied them, or vllm is being reloaded
     try:
@@ -85,7 +98,11 @@ def after_vllm(module: ModuleType) -> None:
 
 
 def facts_here() -> Facts:
-    """Return the facts of this process, after the gates that need no import."""
+    """Return the facts of this process, after the gates that need no import.
+
+    Raises:
+        Refusal: a gate refuses.
+    """
     found = {package: versions.installed(package) for package in ("vllm", "kvcached")}
     refusal = gate.check_environment()
     for package, every in found.items():
@@ -97,7 +114,13 @@ def facts_here() -> Facts:
 
 
 def require_distributions() -> None:
-    """Refuse a vLLM whose platform, for whatever reason, needs a distribution that is missing."""
+    """Refuse a vLLM that has chosen a platform for which a distribution is not installed.
+
+    It may for other reasons than its version, which the gates before it read.
+
+    Raises:
+        Refusal: the host device, or what is for NPUs, is needed and not there.
+    """
     from vllm.platforms import current_platform
 
     refusal = distributions.refusal(current_platform.is_cpu(), os.environ)
@@ -106,7 +129,11 @@ def require_distributions() -> None:
 
 
 def require_driver() -> None:
-    """Refuse a kvcached that is built for a GPU where no driver of one is."""
+    """Refuse a kvcached that is built for a GPU where no driver of one is.
+
+    Raises:
+        Refusal: it does not load for that.
+    """
     try:
         importlib.import_module("kvcached._C")
     except ModuleNotFoundError:
@@ -124,7 +151,13 @@ def require_driver() -> None:
 
 
 def apply_kvcached() -> None:
-    """Let kvcached patch vllm now; its own hook performs the same import, at most once."""
+    """Let kvcached patch vllm now, if its own hook has not done so yet.
+
+    kvcached's hook performs the same import, so that the second of the two has no effect.
+
+    Raises:
+        Refusal: kvcached cannot be imported.
+    """
     try:
         importlib.import_module("kvcached.integration.vllm.autopatch")
     except Exception as error:
@@ -137,7 +170,15 @@ def apply_kvcached() -> None:
 
 
 def apply_features(before_kvcached: bool) -> None:
-    """Apply every feature that this machine needs, of those before kvcached's patches or after."""
+    """Apply every feature that this machine needs.
+
+    Args:
+        before_kvcached: apply the features that precede kvcached's patches to vllm, or all
+            others.
+
+    Raises:
+        Refusal: a required feature cannot be applied.
+    """
     assert record.facts is not None
     vllm = record.facts.vllm
     record.applied = transaction.applied
@@ -181,7 +222,11 @@ def revert() -> None:
 
 
 def forget_role() -> None:
-    """Forget what only the process is that this one was forked from: vLLM forks workers on GPUs."""
+    """Forget what only the process that this one was forked from is.
+
+    vLLM forks workers from their engine on a GPU, and a worker is in its engine's process where
+    the roles say so.
+    """
     record.roles, record.elastic, record.layout = [], None, ""
 
 

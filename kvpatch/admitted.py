@@ -1,4 +1,9 @@
-"""What starts only where an engine ran with it: the recorded cells, by what is turned on."""
+"""What starts only where an engine ran with it: the cells, by what is turned on.
+
+``admitted.json`` is made of the recorded runs by ``scripts/matrix admit``, and by
+``scripts/matrix try`` once the engines ran. A rule asks for the cell of a configuration, so that
+what did not run is refused, without a list of exceptions to keep.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +47,16 @@ def admits(feature: str, vllm: Installed, wanted: Iterable[str]) -> bool:
 
 
 def ran_with(name: str, vllm: Installed, connectors: Iterable[str], model: str = "") -> bool:
-    """Return whether what is no axis ran with each of these connectors in a cell, and of a kind."""
+    """Return whether what is no axis of the matrix ran with all of these connectors.
+
+    Of such a name the table has connectors, by ``kind_of``: it ran with each in one cell.
+
+    Args:
+        name: what is turned on.
+        vllm: the release.
+        connectors: by the names of the matrix' axis.
+        model: its kind, where the name is asked of each kind by itself.
+    """
     return admits(name, vllm, (kind_of(one, model) for one in connectors))
 
 
@@ -58,7 +72,13 @@ def together(one: str, other: str) -> str:
 
 
 def where(*features: str, how: str = "", model: str = "") -> str:
-    """Return where any of the features is validated, for the reason of a refusal."""
+    """Return where any of the features is validated, for the reason of a refusal.
+
+    Args:
+        features: their names.
+        how: what else must hold for them.
+        model: only with this kind of model, by its name on the matrix' axis.
+    """
     known = _releases(features, model)
     if not known:
         return "on no release yet"

@@ -1,4 +1,8 @@
-"""Switching on, until vllm is imported, with only what every interpreter has loaded already."""
+"""Switching on: from ``import kvpatch`` to the first import of vllm.
+
+Only modules that every interpreter has already loaded are imported here, because this
+runs in every Python process that has ``KVPATCH`` set, most of which never import vllm.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,10 @@ class VllmFinder:
     def find_spec(
         self, name: str, path: Any = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Find vllm through the others, with a loader that activates kvpatch; never raise."""
+        """Find vllm through the other finders, with a loader that activates kvpatch.
+
+        Must not raise: programs that never import vllm look up whether it is installed.
+        """
         if name != "vllm" or _switched_off():
             return None
         spec = self._ask_the_others(name, path, target)
@@ -72,7 +79,11 @@ class _ActivatingLoader:
 
 
 def _activation() -> Any:
-    """Import the rest of kvpatch; refuse vllm by RefusedImport if that fails."""
+    """Import the rest of kvpatch; refuse vllm if that fails.
+
+    Raises:
+        RefusedImport: a module of kvpatch, or wrapt or packaging, cannot be imported.
+    """
     try:
         from kvpatch import activation
     except Exception as error:
@@ -95,7 +106,14 @@ def _switched_off() -> bool:
 
 
 def switch_on() -> None:
-    """Arrange for the patches to be applied when vllm is imported; ImportError if it was before."""
+    """Arrange for the patches to be applied when vllm is imported.
+
+    Called by ``import kvpatch``. ``KVPATCH=0`` takes precedence over the import. An
+    unknown value is not reported here, because it may stop only vllm.
+
+    Raises:
+        ImportError: vllm was imported before kvpatch in this process.
+    """
     global _finder, switched_on_by_import
     if _switched_off() or _finder is not None:
         return

@@ -11,7 +11,12 @@ _UNLIMITED = 1 << 62  # cgroup v1 writes no limit as the highest multiple of a p
 
 
 class Limit(NamedTuple):
-    """One memory limit, in bytes, and what of it is free or can be dropped by the kernel."""
+    """One memory limit.
+
+    Attributes:
+        limit: bytes that may be used.
+        free: bytes of it that are free, or used by pages that the kernel can drop.
+    """
 
     limit: int
     free: int
@@ -31,13 +36,22 @@ _V1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_cache", "t
 
 
 def tightest(proc: Path = PROC, root: Path = ROOT) -> Limit | None:
-    """Return the limit that leaves the least, or None without one."""
+    """Return the limit that leaves the least, or None without one.
+
+    Args:
+        proc: the file with the cgroups of a process.
+        root: where the cgroups are mounted.
+    """
     found = [limit for folder, files in _folders(proc, root) if (limit := _read(folder, files))]
     return min(found, key=lambda limit: limit.free, default=None)
 
 
 def _folders(proc: Path, root: Path) -> Iterator[tuple[Path, _Files]]:
-    """Yield the folders of the process's cgroups, and of those above; a container has the root."""
+    """Yield the folders of the process's cgroups, and of those above them.
+
+    In a container without a cgroup namespace the path is the host's, and only the root of the
+    mount is there: it is the container's own.
+    """
     try:
         lines = proc.read_text().splitlines()
     except OSError:

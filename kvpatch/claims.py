@@ -1,7 +1,13 @@
 """Names that one engine at a time may use, among all engines that share /dev/shm.
 
-A claim is a locked file there, in a folder that no other user can enter: the kernel drops it, in
-whatever namespaces, with the last process that has it. The files that it covers go with it.
+Two engines collide over files in /dev/shm, so that is where a claim is: a locked file in a
+folder that no other user can enter. Containers that share /dev/shm see each other's claims
+whatever their network and process namespaces are, and the kernel drops a lock when the last
+process that has it is gone. The files that a claim covers go with it: at its release, or when the
+next engine starts.
+
+Engines of two users do not see each other's claims; their files differ in the owner, which is
+checked where such a file is opened.
 """
 
 from __future__ import annotations
@@ -25,7 +31,11 @@ TO_TAKE, TO_LOOK = 60.0, 2.0
 
 
 class Taken(Exception):
-    """Another engine has the name; its ``pid``, if that is known in this pid namespace."""
+    """Another engine has the name.
+
+    Attributes:
+        pid: its process, if it is known and in this pid namespace.
+    """
 
     def __init__(self, pid: int | None) -> None:
         super().__init__(pid)
@@ -46,7 +56,10 @@ class Taken(Exception):
 
 
 class Claim:
-    """A name that this process and its forks hold, until it is released or all of them are gone."""
+    """A name that this process holds, until it is released, dropped, or the process ends.
+
+    Forked workers hold it too: it is free when all of them are gone.
+    """
 
     def __init__(self, path: Path, file: int) -> None:
         self._file = file
@@ -66,7 +79,12 @@ class Held:
 
 
 def hold(engine: Any, kind: str, name: str) -> Claim:
-    """Claim a name for as long as an ``EngineCore`` lives; Taken by another, or Refusal."""
+    """Claim a name for as long as an ``EngineCore`` lives.
+
+    Raises:
+        Taken: another engine, in this process or another one, has it.
+        Refusal: the folder of claims cannot be used.
+    """
     try:
         claim = take(kind, name)
     except private.Unsafe as error:
@@ -120,7 +138,17 @@ def outer_uid() -> int:
 
 
 def take(kind: str, name: str) -> Claim:
-    """Claim a name of a kind, or Taken; TimeoutError or OSError if their folder cannot be had."""
+    """Claim a name.
+
+    Args:
+        kind: what the name is of; a part of a file's name.
+        name: any text.
+
+    Raises:
+        Taken: it is claimed already.
+        TimeoutError: a process keeps the folder of claims locked.
+        OSError: the folder of claims cannot be used.
+    """
     home = folder()
     private.make_folder(home)
     with private.alone(home, private.within(TO_TAKE)):
@@ -138,7 +166,12 @@ def take(kind: str, name: str) -> Claim:
 
 
 def held(kind: str, name: str, home: Path | None = None) -> bool:
-    """Whether an engine holds a name, as far as seen in ``home``, this user's folder by default."""
+    """Whether an engine holds a name, as far as this user can see.
+
+    Args:
+        kind, name: as claimed.
+        home: the folder of claims of one user; this user's if None.
+    """
     home = folder() if home is None else home
     path = home / _file_name(kind, name)
     try:
@@ -169,6 +202,7 @@ def _file_name(kind: str, name: str) -> str:
 
 
 def _remove_dropped(home: Path) -> None:
+    """Remove the claims of engines that are gone, and the files that they covered."""
     for path in home.iterdir():
         with suppress(OSError):
             file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)

@@ -1,4 +1,8 @@
-"""The distributions beside kvpatch, found by their entry points, and where one is needed."""
+"""The distributions beside kvpatch: what they bring, and where one is needed.
+
+kvpatch finds them by their entry points and names none of their modules, so that whatever it names
+is there.
+"""
 
 from __future__ import annotations
 

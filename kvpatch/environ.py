@@ -1,4 +1,8 @@
-"""Every environment variable that kvpatch reads; each process with kvpatch on imports this."""
+"""Every environment variable of kvpatch, and those of kvcached and vLLM that it depends on.
+
+Imported in every process that has ``KVPATCH`` set, most of which never import vllm;
+it imports nothing but ``os``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The gates, cheapest first: environment, metadata, release, target, signature; none raises."""
+"""The gates, cheapest first: environment, metadata, release, target, signature.
+
+Every gate returns its result instead of raising, so that the same code decides at
+start-up and fills the tables of the documentation; ``activation`` raises.
+"""
 
 from __future__ import annotations
 
@@ -97,7 +101,14 @@ def check_installed(
     environment: Mapping[str, str] = os.environ,
     lifted: Container[str] = (),
 ) -> Refusal | None:
-    """Gates 2 and 3: a package is installed, in a validated release, or one that is let start."""
+    """Gates 2 and 3: a package is installed, in a validated release.
+
+    Args:
+        package: ``vllm`` or ``kvcached``.
+        every: its entries from ``versions.installed``; the first one is used.
+        environment: may name one vLLM release to start although not validated.
+        lifted: codes of refusals that a verdict of ``kvpatch verify`` lifts.
+    """
     if not every:
         newest = supported_versions(package)[-1]
         in_few_words = supported.in_ranges if package == "vllm" else in_words
@@ -174,7 +185,12 @@ def allowed_by_name(found: Installed, environment: Mapping[str, str] = os.enviro
 
 
 def imported(target: str) -> Callable[[], Collection[str]]:
-    """Find ``module:attribute.path`` by importing it; AttributeError, or what the import raises."""
+    """Find ``module:attribute.path`` by importing it.
+
+    Raises:
+        AttributeError: the module has no such attribute.
+        Exception: any error that importing the module raises.
+    """
     module, _, path = target.partition(":")
     _, _, original = wrapt.resolve_path(importlib.import_module(module), path)
     function = original.__func__ if isinstance(original, staticmethod | classmethod) else original
@@ -219,7 +235,10 @@ def applies(
     environment: Mapping[str, str] = os.environ,
     lifted: Container[str] = (),
 ) -> bool:
-    """Return whether a feature applies: validated, allowed by name, or verified or about to be."""
+    """Return whether a feature applies to an installed vLLM.
+
+    That is validated, allowed by name, or verified here or about to be.
+    """
     if supported.is_validated(vllm, feature.span):
         return True
     if supported.release_of(vllm) not in feature.span:
@@ -236,7 +255,15 @@ def check_feature(
     environment: Mapping[str, str] = os.environ,
     lifted: Container[str] = (),
 ) -> Verdict:
-    """Check the gates of one feature, for a vLLM installed here or in a cell of the matrix."""
+    """Check the gates of one feature, for an installed vLLM.
+
+    Args:
+        feature: the feature.
+        vllm: installed here, or in a cell of the matrix.
+        look: finds a target.
+        environment: may name one vLLM release to start although not validated.
+        lifted: as for ``check_installed``.
+    """
     if feature.wanted is not None and not load(feature.wanted)():
         return Verdict(Outcome.NOT_NEEDED)
     if not applies(feature, vllm, environment, lifted):
@@ -264,7 +291,11 @@ def by_range(feature: Feature, patch: Patch, vllm: str) -> Verdict:
 
 
 def require(features: Iterable[Feature], facts: Facts) -> None:
-    """Check what must be there before vllm is imported, beside the packages; Refusal without."""
+    """Check what must be there before vllm is imported, beside the packages.
+
+    Raises:
+        Refusal: something is not.
+    """
     refused = distributions.refusal(facts.vllm.for_cpus, facts.environment)
     if refused is not None:
         raise refused
@@ -274,7 +305,10 @@ def require(features: Iterable[Feature], facts: Facts) -> None:
 
 
 def unresolved(feature: Feature, release: Version) -> str:
-    """Return what a feature names on a release and is not here, or nothing; imports none."""
+    """Return what a feature names on a release and this installation does not have, or nothing.
+
+    No module of the release is imported.
+    """
     named = (feature.wanted, feature.requires, feature.prepare, feature.rules)
     try:
         for one in named:

@@ -1,4 +1,8 @@
-"""kvpatch's logger, and ``KVPATCH_LOG=debug``, whose lines need no DEBUG of all of vLLM."""
+"""kvpatch's logger, and ``KVPATCH_LOG=debug``: every gate and patch as it is applied.
+
+kvpatch's logger is a child of vLLM's, whose handler drops DEBUG unless all of vLLM logs
+at that level. So kvpatch's DEBUG lines, and only those, have a handler of their own.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,11 @@ log = logging.getLogger("vllm.kvpatch")
 
 
 def debug_if_asked(logger: logging.Logger = log) -> None:
-    """Print DEBUG lines if asked; again after vllm's import, which removes the handlers."""
+    """Print DEBUG lines of ``logger`` when the environment requests them.
+
+    Called before vllm is imported and again afterwards: vLLM's logging configuration
+    removes the handlers of every child of its logger.
+    """
     if environ.LOG.read().lower() != "debug":
         return
     if "vllm" in sys.modules:

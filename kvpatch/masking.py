@@ -23,7 +23,14 @@ _WHOLE = ("ssl_keyfile",)  # an option of its own
 
 
 def masked(value: Any, name: str = "") -> Any:
-    """Return a value of JSON, or of a text that ends in it, with ``MASK`` for secrets by name."""
+    """Return a value of JSON in which what has a secret's name is ``MASK``.
+
+    At any depth, also in the JSON at the end of a text.
+
+    Args:
+        value: of JSON.
+        name: that it has.
+    """
     if _SECRET.search(name):
         return MASK
     if isinstance(value, Mapping):
@@ -37,7 +44,10 @@ def masked(value: Any, name: str = "") -> Any:
 
 
 def command(words: Sequence[str]) -> list[str]:
-    """Return a command without secrets in options, variables (``NAME=VALUE``) and JSON."""
+    """Return a command without the values of keys, tokens and passwords.
+
+    These are values of options, of variables (``NAME=VALUE``), and within JSON.
+    """
     return list(_words(words))
 
 
@@ -69,6 +79,7 @@ def _is_secret(name: str, value: str) -> bool:
 
 
 def _text(text: str) -> str:
+    """Return a text in which the JSON at its end has no secrets."""
     if "{" not in text or not (_SECRET.search(text) or _TOKEN_IN_TEXT.search(text)):
         return text
     begin = min(at for at in map(text.find, "{[") if at >= 0)

@@ -1,4 +1,8 @@
-"""The KV cache of a model, from its ``config.json`` alone, as vLLM's ``kv_cache_utils`` does."""
+"""The KV cache of a model, from its ``config.json`` alone: what vLLM makes of it, without vLLM.
+
+Layers of one kind are in groups of as many layers as the rarest kind has, and every group takes
+blocks of the same bytes from one pool (vLLM's ``kv_cache_utils``).
+"""
 
 from __future__ import annotations
 

@@ -37,22 +37,37 @@ WITH_SLEEP = "sleep mode"
 
 
 class Patch(NamedTuple):
-    """One change to one object of vLLM or kvcached."""
+    """One change to one object of vLLM or kvcached.
 
-    id: str  # ``feature.target``, unique
-    target: str  # ``module:attribute.path``
-    why: str  # the fault without the patch
-    upstream: str  # the upstream discussion or source of the fault
-    until: str  # the event that makes the patch unnecessary
-    # ``module:function`` of kvpatch: for ``WRAP`` a wrapt wrapper, for ``REPLACE`` a function from
-    # the original object to its replacement.
+    Attributes:
+        id: ``feature.target``, unique.
+        target: ``module:attribute.path``.
+        why: the fault without the patch.
+        upstream: the upstream discussion or source of the fault.
+        until: the event that makes the patch unnecessary.
+        wrapper: ``module:function`` of kvpatch. For ``WRAP`` a wrapt wrapper
+            ``(wrapped, instance, args, kwargs)``; for ``REPLACE`` a function from
+            the original object to its replacement.
+        parameters: names the target's signature must have.
+        since: the first release of vLLM that it applies to.
+        before: the first later release that it does not apply to; None if it applies up to
+            the newest inspected release.
+        kind: wrap a callable or replace an object.
+        only_with: what has to be configured for it to do anything: ``WITH_TIERS``,
+            ``WITH_SLEEP``, or empty for nothing. Runs without it say nothing of the patch, and
+            are not stale when it changes.
+    """
+
+    id: str
+    target: str
+    why: str
+    upstream: str
+    until: str
     wrapper: str
-    parameters: tuple[str, ...]  # names the target's signature must have
+    parameters: tuple[str, ...]
     since: str
-    before: str | None = None  # None if it applies up to the newest inspected release
+    before: str | None = None
     kind: Kind = Kind.WRAP
-    # What has to be configured for it to do anything: ``WITH_TIERS``, ``WITH_SLEEP``, or empty.
-    # Runs without it say nothing of the patch, and are not stale when it changes.
     only_with: str = ""
 
     @property
@@ -75,7 +90,11 @@ class Gap(NamedTuple):
 
 
 class Seam(NamedTuple):
-    """Patches that do the same work in different releases, of which each has exactly one."""
+    """Patches that do the same work in different releases of vLLM.
+
+    In every release of its feature exactly one part applies; a release covered by no part,
+    or by several, is refused.
+    """
 
     parts: tuple[Patch | Gap, ...]
 
@@ -95,23 +114,39 @@ class Seam(NamedTuple):
 
 
 class Feature(NamedTuple):
-    """Patches that are applied completely or not at all."""
+    """Patches that are applied completely or not at all.
 
-    name: str  # in the status line
-    summary: str  # its guarantee, one line for the documentation
-    seams: tuple[Seam | Patch, ...]  # applied in order; a patch outside a seam to every release
+    Attributes:
+        name: its name in the status line.
+        summary: its guarantee, one line for the documentation.
+        seams: applied in this order, reverted in reverse order; a patch outside a seam
+            applies to every release of the feature.
+        since: the first release of vLLM that it applies to.
+        wanted: ``module:function`` that returns whether this machine needs the
+            feature; None means always.
+        requires: ``module:function`` that is called with the ``Facts`` of the process before vllm
+            is imported, and raises the refusal of what is missing. It changes nothing.
+        prepare: ``module:function`` that is called before vllm is imported, after all
+            ``requires``.
+        rules: ``module:attribute`` of the rules on configurations, see ``rules``.
+        before_kvcached: applied before kvcached patches vllm, because it changes how
+            kvcached does that.
+        optional: disabled on releases that are not validated, where a rule refuses the
+            configurations that need it; any other feature stops vLLM there.
+        distribution: the distribution that has its rows and their code; set where it is found.
+    """
+
+    name: str
+    summary: str
+    seams: tuple[Seam | Patch, ...]
     since: str
-    wanted: str | None = None  # ``module:function``: whether this machine needs it
-    # ``module:function`` that is called with the ``Facts`` of the process before vllm is imported,
-    # and raises the refusal of what is missing. It changes nothing.
+    wanted: str | None = None
     requires: str | None = None
-    prepare: str | None = None  # ``module:function``, called before vllm, after all ``requires``
-    rules: str | None = None  # ``module:attribute`` of the rules on configurations, see ``rules``
-    before_kvcached: bool = False  # applied before kvcached patches vllm, because it changes how
-    # Disabled on releases that are not validated, where a rule refuses the configurations that need
-    # it; any other feature stops vLLM there.
+    prepare: str | None = None
+    rules: str | None = None
+    before_kvcached: bool = False
     optional: bool = False
-    distribution: str = "kvpatch"  # that has its rows and their code; set where it is found
+    distribution: str = "kvpatch"
 
     @property
     def span(self) -> Span:
@@ -128,7 +163,11 @@ class Feature(NamedTuple):
             yield one if isinstance(one, Seam) else Seam((one,))
 
     def at(self, release: Version) -> tuple[Patch, ...]:
-        """Return the patches for a release; LookupError if a seam has no part, or several."""
+        """Return the patches for a release of vLLM.
+
+        Raises:
+            LookupError: a seam has no part for the release, or several.
+        """
         chosen = []
         for one in self._seams():
             parts = one.at(release)
@@ -145,7 +184,16 @@ class Feature(NamedTuple):
 
 
 def argument(args: Sequence[Any], kwargs: Mapping[str, Any], position: int, name: str) -> Any:
-    """Return a call's argument, by name or position without ``self``; IndexError without one."""
+    """Return an argument of a wrapped call, passed by name or by position.
+
+    Args:
+        args, kwargs: as wrapt passes them to a wrapper; without ``self`` of a method.
+        position: the argument's position in the signature, from 0.
+        name: its name there, listed in the row's ``parameters``.
+
+    Raises:
+        IndexError: it was not passed.
+    """
     return kwargs[name] if name in kwargs else args[position]
 
 
@@ -182,7 +230,12 @@ class AppliedPatch(NamedTuple):
         return self.reached_from(parent)
 
     def revert(self) -> bool:
-        """Restore the exact original object; return False, and leave it, if replaced since."""
+        """Restore the exact original object.
+
+        Returns:
+            False if the attribute was replaced again since; it is then left as it is,
+            because restoring it would undo that change.
+        """
         if vars(self.parent).get(self.attribute) is not self.replacement:
             return False
         if self.inherited:
@@ -196,7 +249,15 @@ Wrapper = Callable[..., Any]
 
 
 def apply(patch: Patch, guard: Callable[[Wrapper], Wrapper] | None = None) -> AppliedPatch:
-    """Apply ``patch``, guarded; ImportError or AttributeError without its target or wrapper."""
+    """Apply ``patch``.
+
+    Args:
+        patch: the patch to apply.
+        guard: applied around every wrapper.
+
+    Raises:
+        ImportError, AttributeError: the target or the wrapper does not exist.
+    """
     module, _, path = patch.target.partition(":")
     parent, attribute, original = wrapt.resolve_path(importlib.import_module(module), path)
     wrapper: Wrapper = load(patch.wrapper)
@@ -217,14 +278,23 @@ def topmost(applied: Iterable[AppliedPatch]) -> list[AppliedPatch]:
 
 
 class Transaction:
-    """Patches in force, newest last, with a guard around every wrapper."""
+    """Patches applied so far, newest last.
+
+    Attributes:
+        guard: applied around every wrapper.
+        applied: the patches in force.
+    """
 
     def __init__(self, guard: Callable[[Wrapper], Wrapper] | None = None) -> None:
         self.guard = guard
         self.applied: list[AppliedPatch] = []
 
     def apply_all(self, patches: Iterable[Patch]) -> None:
-        """Apply every patch, or none and raise the error of the one that failed, or is in force."""
+        """Apply every patch, or none of them and raise the error of the one that failed.
+
+        Raises:
+            ValueError: a patch is in force already, and would wrap its target twice.
+        """
         begun = len(self.applied)
         ids = {applied.patch.id for applied in self.applied}
         try:
@@ -238,7 +308,12 @@ class Transaction:
             raise
 
     def revert_to(self, count: int) -> list[str]:
-        """Revert down to the first ``count``, newest first; return ids that others patched over."""
+        """Revert down to the first ``count`` patches, newest first.
+
+        Returns:
+            The ids of patches that other packages have patched over since: they stay in
+            force beneath those, and are no longer tracked here.
+        """
         displaced = []
         while len(self.applied) > count:
             last = self.applied.pop()
@@ -247,7 +322,16 @@ class Transaction:
         return displaced
 
     def revert(self, patch_id: str) -> bool:
-        """Revert one patch by id, for tests; return False if another package patched over it."""
+        """Revert one patch by id, leaving its feature incomplete; for tests of single patches.
+
+        Later patches of the same object stay in force, over what is beneath it now.
+
+        Returns:
+            False if another package has patched over it since; it then stays in force.
+
+        Raises:
+            KeyError: no patch with this id is in force.
+        """
         for at, applied in enumerate(self.applied):
             if applied.patch.id == patch_id:
                 return self._take_out(at)

@@ -1,4 +1,9 @@
-"""Files and folders at names that every user can guess: what is used is this user's alone."""
+"""Files and folders at names that every user of the machine can guess, in /dev/shm and /tmp.
+
+Another user may make such a name first, as a file, a folder or a link of his own. What is used
+under it must therefore be this user's, and closed to all others; root's is refused as well,
+because nobody but this user puts it there by design.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +21,13 @@ from kvpatch.refusal import Refusal
 
 
 class Unsafe(OSError):
-    """A file or folder that another user may have made, or can open, and who can remove it."""
+    """A file or folder that another user may have made, or can open.
+
+    Args:
+        path: the file or folder.
+        fault: what is wrong with it, as the end of a sentence that begins with the path.
+        remover: who can remove it, and how.
+    """
 
     def __init__(self, path: Path, fault: str, remover: str) -> None:
         super().__init__(f"{path} {fault}")
@@ -25,19 +36,34 @@ class Unsafe(OSError):
         self.remover = remover
 
     def refusal(self, why: str, otherwise: str) -> Refusal:
-        """Return the refusal of an engine that needs the path: why, and what to do otherwise."""
+        """Return the refusal of an engine that needs the path.
+
+        Args:
+            why: what could happen, as the end of a sentence that begins with "because".
+            otherwise: what the operator can do if it cannot be removed.
+        """
         return Refusal(str(self), why, f"{self.remover}, or {otherwise}", code="KVP416")
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder that only this user can enter, or check that it is, by Unsafe."""
+    """Make a folder that only this user can enter, or check the one that is there.
+
+    Raises:
+        Unsafe: it is another user's, open to others, or no folder.
+        OSError: it cannot be made.
+    """
     with suppress(FileExistsError):
         path.mkdir(mode=0o700)
     check_folder(path)
 
 
 def check_folder(path: Path) -> None:
-    """Check that only this user can enter a folder; Unsafe, or OSError if it is not there."""
+    """Check that only this user can enter a folder.
+
+    Raises:
+        Unsafe: it is another user's, open to others, or no folder.
+        OSError: it is not there.
+    """
     status = path.lstat()
     if not stat.S_ISDIR(status.st_mode):
         raise _unsafe(path, status, f"is {_kind(status)} instead of a folder")
@@ -45,7 +71,16 @@ def check_folder(path: Path) -> None:
 
 
 def check_file(path: Path, status: os.stat_result, *, closed: bool = True) -> None:
-    """Check that a regular file is this user's, under no other name, and ``closed`` to others."""
+    """Check that a regular file is this user's, under no other name.
+
+    Args:
+        path: its path, for the message.
+        status: of the path without following a link, or of the open file.
+        closed: whether no other user may open it.
+
+    Raises:
+        Unsafe: it is not.
+    """
     if not stat.S_ISREG(status.st_mode):
         raise _unsafe(path, status, f"is {_kind(status)} instead of a file")
     _check(path, status, closed=closed)
@@ -54,7 +89,11 @@ def check_file(path: Path, status: os.stat_result, *, closed: bool = True) -> No
 
 
 def create(path: Path, data: bytes) -> None:
-    """Make a file that only this user can open, with all of ``data``, or none and OSError."""
+    """Make a file that only this user can open, with all of ``data`` in it or not at all.
+
+    Raises:
+        OSError: it is there already, or cannot be made.
+    """
     file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o600)
     try:
         rest = memoryview(data)
@@ -68,7 +107,16 @@ def create(path: Path, data: bytes) -> None:
 
 
 def read(path: Path, limit: int) -> bytes:
-    """Return a file that none but this user and root can have written; Unsafe, or OSError."""
+    """Return a file that no other user can have written, but root.
+
+    Args:
+        path: the file, or a link to it.
+        limit: bytes; a longer one is not kvpatch's.
+
+    Raises:
+        Unsafe: another user may have written it, or it is no file.
+        OSError: it cannot be read, or is too long.
+    """
     # Not blocking: opening a FIFO would wait for its writer.
     file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
@@ -90,7 +138,19 @@ def read(path: Path, limit: int) -> bytes:
 
 @contextmanager
 def opened(path: Path, *, closed: bool = True) -> Iterator[int]:
-    """Open a file of this user, made if missing, for this process alone; Unsafe, or OSError."""
+    """Open a file of this user for reading, writing and locking; make it if it is missing.
+
+    Args:
+        path: the file.
+        closed: whether no other user may open it.
+
+    Yields:
+        Its descriptor, which child programs do not inherit.
+
+    Raises:
+        Unsafe: it is another user's, open to others, or no file.
+        OSError: it cannot be made.
+    """
     try:
         # Neither follows a link nor waits for the other end of a FIFO.
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
@@ -123,7 +183,12 @@ def within(seconds: float) -> Callable[[int], None]:
 
 @contextmanager
 def alone(folder: Path, lock: Callable[[int], None]) -> Iterator[None]:
-    """Keep all other users of a folder out for a few calls; ``lock`` raises if one is stopped."""
+    """Keep all other users of a folder out, for the few calls in which its files are not settled.
+
+    Args:
+        folder: this user's.
+        lock: locks the descriptor of the folder, or raises: who has it may be stopped.
+    """
     file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         lock(file)

@@ -7,7 +7,9 @@ from pathlib import Path
 
 
 def start_ticks(pid: int) -> int | None:
-    """Return when ``pid`` started, in ticks since boot; None if it has ended.
+    """Return when ``pid`` started, in clock ticks since boot; None if it does not run.
+
+    A process that has ended, and that its parent has not waited for, does not run.
 
     psutil only has the wall-clock time, which changes when the clock is set.
     """

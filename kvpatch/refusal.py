@@ -1,4 +1,7 @@
-"""Refusals: one sentence that stops vLLM or a call, its code, and what it is based on."""
+"""Refusals: one sentence that stops vLLM or a call, its code, and what it is based on.
+
+Constructing one has no side effect; ``refusal_report`` reports it to the operator.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,19 @@ class Basis(str, Enum):
 
 
 class Code(NamedTuple):
-    """One fault."""
+    """One fault.
 
-    meaning: str  # for the documentation
+    Attributes:
+        meaning: the fault, for the documentation.
+        basis: what the refusal is based on.
+        reference: for ``incompatible``, the upstream reference or the test that shows it.
+        verifiable: for ``not validated``, whether ``kvpatch verify`` can tell if it is right.
+    """
+
+    meaning: str
     basis: Basis
-    reference: str = ""  # for ``incompatible``, the upstream reference or the test that shows it
-    verifiable: bool = False  # ``kvpatch verify`` can tell whether it is right
+    reference: str = ""
+    verifiable: bool = False
 
 
 UNCODED = "KVP000"
@@ -331,13 +341,24 @@ VERIFY_IT = ", or test it on this machine with kvpatch verify -- COMMAND"
 
 
 class Refusal(RuntimeError):
-    """Stops vLLM at start-up with one sentence: what, why, what to do, as an imperative.
+    """Stops vLLM at start-up with one sentence: what, why, what to do.
 
     A RuntimeError, because kvcached re-raises those and only logs other exceptions.
+
+    Args:
+        what: the unsupported combination or setting.
+        why: the reason.
+        remedy: what the operator can do about it, as an imperative.
+        code: one of ``CODES``, for lookup in the documentation.
+
+    Attributes:
+        opening: how the sentence begins.
+        final: whether its process ends by it.
+        ways_out: the remedy, and kvpatch verify where that can lift it.
     """
 
-    opening = "kvpatch refuses to start vLLM"  # how the sentence begins
-    final = True  # its process ends by it
+    opening = "kvpatch refuses to start vLLM"
+    final = True
 
     def __init__(self, what: str, why: str, remedy: str, code: str = UNCODED) -> None:
         self.ways_out = remedy + (VERIFY_IT if code in VERIFIABLE else "")
@@ -373,7 +394,11 @@ class Halted(Refusal):
 
 
 class RefusedImport(Refusal, ImportError):
-    """A refusal of ``import vllm``, after which a program goes on for which that is optional."""
+    """A refusal of ``import vllm`` itself.
+
+    An ImportError, so that a program for which vllm is optional continues without it,
+    as if vllm were not installed.
+    """
 
     def __init__(self, what: str, why: str, remedy: str, code: str = UNCODED) -> None:
         super().__init__(what, why, remedy, code)

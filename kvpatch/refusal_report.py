@@ -1,4 +1,9 @@
-"""How a refusal reaches the operator: last, as one line on stderr, whichever process refuses."""
+"""How a refusal reaches the operator: one line on stderr, whichever process refuses.
+
+If an engine or worker refuses, its sentence is buried in the log, and the process that the
+operator started ends with "Engine core initialization failed". So the first refusal is
+written to a file, which exists only after a refusal, and is printed last.
+"""
 
 from __future__ import annotations
 

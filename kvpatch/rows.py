@@ -1,7 +1,8 @@
 """How the rows of a feature are written: each says what differs from the one above it.
 
-A seam is read from the newest release to the oldest. A row holds up to the newer part; what it does
-not say is as in the row above it in the seam, or else the feature's.
+A seam is read from the newest release to the oldest. A row holds from its ``since`` up to the
+part that is newer, so that it has no end of its own; what it does not say is as in the row above
+it in the seam, or else the feature's. ``patch`` has the table that results.
 """
 
 from __future__ import annotations
@@ -14,23 +15,38 @@ from kvpatch.patch import Feature, Gap, Kind, Patch, Seam
 
 
 class Row(NamedTuple):
-    """One change to one object of vLLM or kvcached, as far as it differs from the row above it."""
+    """One change to one object of vLLM or kvcached, as far as it differs from the row above it.
+
+    Attributes:
+        id: ``feature.target``, unique.
+        target: ``module:attribute.path``; ``module:`` for the same path in another module.
+        wrapper: ``module:function`` in the feature's package (or whole, from ``kvpatch`` on), and
+            the names that the target's signature must have, as in ``legacy:around_load(self)``.
+            Without names they are those of the row above, or ``self`` of what is in a class.
+        why: the fault without the patch.
+        upstream: the upstream discussion or source of the fault.
+        until: the event that makes the patch unnecessary; the release of the newer part, if the
+            row has a fault of its own and says nothing else.
+        since: the first release of vLLM that it applies to, the feature's if not given.
+        but: what is different in the fault of the first row of the seam.
+        kind: wrap a callable or replace an object.
+        only_with: as of a ``Patch``.
+        earlier: why nothing is patched before ``since``.
+        later: the release from which nothing is patched any more, and why.
+    """
 
     id: str
-    target: str = ""  # ``module:attribute.path``; ``module:`` for the same path in another module
-    # ``module:function`` in the feature's package (or whole, from ``kvpatch`` on), and the names
-    # that the target's signature must have, as in ``legacy:around_load(self)``. Without names they
-    # are those of the row above, or ``self`` of what is in a class.
+    target: str = ""
     wrapper: str = ""
     why: str = ""
     upstream: str = ""
-    until: str = ""  # the newer part's release, unless it says else or has no own fault
+    until: str = ""
     since: str = ""
-    but: str = ""  # what is different in the fault of the first row of the seam
+    but: str = ""
     kind: Kind | None = None
     only_with: str | None = None
-    earlier: str = ""  # why nothing is patched before ``since``
-    later: tuple[str, str] | None = None  # from when not, and why
+    earlier: str = ""
+    later: tuple[str, str] | None = None
 
 
 replacement = partial(Row, kind=Kind.REPLACE)
@@ -63,8 +79,13 @@ def feature(
 ) -> Feature:
     """Return a feature, with its rows as they are in each release.
 
-    What it names is relative to ``home``, which by default names it too; ``upstream``, ``until``
-    and ``only_with`` are those of rows that say nothing else.
+    Args:
+        home: its package or module; what it names of that is relative to it.
+        since: the first release of vLLM that it applies to.
+        seams: rows and seams, in the order of application.
+        name: in the status line; its home's below ``patches``, if none is given.
+        upstream, until, only_with: of rows that say nothing else.
+        fields: the other fields of a ``Feature``.
     """
     blank = Patch("", "", "", upstream, until, "", (), since, only_with=only_with)
     for field in ("wanted", "requires", "prepare", "rules"):
@@ -93,6 +114,7 @@ def _with_gaps(one: Row | Parts) -> Parts:
 
 
 def _resolved(home: str, parts: Parts, blank: Patch) -> Iterator[Patch | Gap]:
+    """Yield the parts of a seam with all of their fields."""
     starts = sorted({part.since or blank.since for part in parts}, key=_numbers)
     ends = dict(zip(starts, (*starts[1:], None), strict=True))
     first = above = blank

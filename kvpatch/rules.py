@@ -1,4 +1,7 @@
-"""Rules on engine configurations, checked before an engine starts; a feature's are its own."""
+"""Rules on engine configurations, checked before an engine starts.
+
+The rules of a feature are in its ``rules.py``.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +19,34 @@ Check = Callable[[Config, Facts], bool]
 
 
 class Rule(NamedTuple):
-    """One kind of configuration that is refused."""
+    """One kind of configuration that is refused.
 
-    code: str  # one of ``refusal.CODES``, with one rule each
-    kind: str  # for the documentation
+    Attributes:
+        code: one of ``refusal.CODES``, with one rule each.
+        kind: the configurations that it refuses, for the documentation.
+        applies: whether a ``VllmConfig`` is of that kind.
+        what: the subject of the refusal: a text, or a function of the configuration.
+        why, remedy: the rest of the refusal; in it and in ``what``, "this release" is named.
+        only_in: the releases in which it applies; None for all of them.
+        unless_validated: it applies to all releases except validated ones of this span.
+        with_connector: applies only if a KV connector is configured, because
+            kvcached alone runs as it would without kvpatch.
+        warns: what to tell the operator about a configuration that it does not refuse;
+            empty for nothing.
+        last: asked after the others, whose reasons are more exact.
+    """
+
+    code: str
+    kind: str
     applies: Check
     what: str | Callable[[Config, Facts], str]
-    why: str  # in it, ``what`` and ``remedy``, "this release" is named
+    why: str
     remedy: str
-    only_in: Span | None = None  # None for all releases
-    unless_validated: Span | None = None  # the validated releases of it, exempt
-    with_connector: bool = True  # without one kvcached alone runs as it would
-    warns: Callable[[Config, Facts], str] | None = None  # of what is not refused
-    last: bool = False  # asked after the others, whose reasons are more exact
+    only_in: Span | None = None
+    unless_validated: Span | None = None
+    with_connector: bool = True
+    warns: Callable[[Config, Facts], str] | None = None
+    last: bool = False
 
     @property
     def fault(self) -> Code:
@@ -78,7 +96,17 @@ def _asked(config: Config, rules: Iterable[Rule]) -> Iterator[Rule]:
 def check(
     config: Config, facts: Facts, rules: Iterable[Rule], lifted: Container[str] = ()
 ) -> Refusal | None:
-    """Return the refusal of the first rule that is broken, of known faults first; log warnings."""
+    """Return the refusal of the first rule that a ``VllmConfig`` breaks, or None.
+
+    A known fault goes before what is only not validated, whose sentence offers to verify it.
+    Logs the warnings about a configuration that breaks none.
+
+    Args:
+        config: vLLM's configuration.
+        facts: the facts of the process that would run it.
+        rules: in the order in which they are checked.
+        lifted: codes of rules to skip, for tests of the fault behind them.
+    """
     facts = facts._replace(readings={})  # a refusal must not contradict what it is made for
     asked = [rule for rule in _asked(config, rules) if rule.code not in lifted]
     first: Refusal | None = None

@@ -1,4 +1,8 @@
-"""State that kvpatch keeps on objects of vLLM: one attribute, with one typed object per purpose."""
+"""State that kvpatch keeps on objects of vLLM: one attribute, with one typed object per purpose.
+
+A feature defines a class for its state and attaches an instance to the object of vLLM whose
+lifetime it shares; reads are typed.
+"""
 
 from __future__ import annotations
 

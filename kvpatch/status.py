@@ -1,4 +1,8 @@
-"""The facts of this process, the status line, and, called, what ``kvpatch.status()`` returns."""
+"""The facts of this process, and the status line.
+
+``kvpatch.status()`` is a call of this module: an import of a submodule replaces a function of its
+name in the package, so that the function has to be where the module is.
+"""
 
 from __future__ import annotations
 
@@ -21,21 +25,34 @@ if TYPE_CHECKING:
 
 @dataclass
 class Record:
-    """The facts of one process."""
+    """The facts of one process.
 
-    facts: Facts | None = None  # that passed the gates; None before that
+    Attributes:
+        facts: the facts that passed the gates; None before that.
+        features: the outcome of each feature.
+        rules: references to the rules of the features, see ``rules.of``.
+        lifted: codes of rules that tests skip.
+        early: codes that ``kvpatch verify``, or its verdicts on these versions, lift before the
+            configuration is known.
+        verified: the verdict that holds for the configuration, and what it lifts; None without.
+        applied: the patches in force.
+        roles: ``frontend``, ``engine-core``, ``worker``.
+        layout: the KV cache layout in the words of the status line.
+        elastic: whether the KV cache is on kvcached's memory; None without a KV cache.
+        said_by: pid of the process that logged the line; a forked child inherits this.
+    """
+
+    facts: Facts | None = None
     features: dict[str, Outcome] = field(default_factory=dict)
-    rules: list[str] = field(default_factory=list)  # see ``rules.of``
-    lifted: frozenset[str] = frozenset()  # codes of rules that tests skip
-    # Codes that ``kvpatch verify``, or its verdicts on these versions, lift before the
-    # configuration is known.
+    rules: list[str] = field(default_factory=list)
+    lifted: frozenset[str] = frozenset()
     early: frozenset[str] = frozenset()
-    verified: Verified | None = None  # for the configuration
-    applied: list[AppliedPatch] = field(default_factory=list)  # in force
-    roles: list[str] = field(default_factory=list)  # ``frontend``, ``engine-core``, ``worker``
-    layout: str = ""  # in the words of the status line
-    elastic: bool | None = None  # whether the KV cache is on kvcached's memory; None without one
-    said_by: int = 0  # pid of the process that logged the line; a forked child inherits this
+    verified: Verified | None = None
+    applied: list[AppliedPatch] = field(default_factory=list)
+    roles: list[str] = field(default_factory=list)
+    layout: str = ""
+    elastic: bool | None = None
+    said_by: int = 0
 
     @property
     def skipped(self) -> frozenset[str]:
@@ -92,7 +109,11 @@ class Record:
         }
 
     def say(self) -> None:
-        """Log and publish the line once per process: an engine's, for the operator, at INFO."""
+        """Log and publish the line once per process; a forked child logs its own.
+
+        An engine's is for the operator; those of its frontend and workers, and the features, are
+        for who looks for a fault.
+        """
         if not self.said_here():
             self.said_by = os.getpid()
             debug_if_asked()  # from 0.31 vLLM configures logging again, with its arguments

@@ -1,8 +1,8 @@
 """The releases of vLLM and kvcached: inspected and validated.
 
-Inspected: its sources were checked against every row of ``kvpatch.patches``, and its signatures are
-recorded in ``docs/results/matrix/signatures``. Validated: it has also passed the full engine test
-matrix, and may start. Each patch release is validated separately.
+Inspected: the release's sources were checked against every row of ``kvpatch.patches``, and
+its signatures are recorded in ``docs/results/matrix/signatures``. Validated: it has also passed the
+full engine test matrix, and may start. Each patch release is validated separately.
 """
 
 from __future__ import annotations
@@ -82,7 +82,10 @@ def is_validated(vllm: Installed, span: Span = _SINCE_FLOOR) -> bool:
 
 
 def nearest(vllm: Installed) -> str:
-    """Return the newest validated release that is not newer; the oldest, or newest, if unknown."""
+    """Return the newest validated release that is not newer than ``vllm``, else the oldest.
+
+    For a version without a number it is the newest.
+    """
     # ``release_of`` leaves out what makes 0.28.0rc1 older than 0.28.0.
     oldest, *later = validated()
     release = release_of(vllm)
@@ -91,7 +94,14 @@ def nearest(vllm: Installed) -> str:
 
 
 def in_ranges(releases: Collection[str]) -> str:
-    """Return releases in words: ``0.16.0, 0.19.1 to 0.28.0 or 0.30.0``, adjacent ones as ranges."""
+    """Return releases of vLLM in words: ``0.16.0, 0.19.1 to 0.28.0 or 0.30.0``.
+
+    Three and more, between which no other release is known, are one range. Twenty-six names one
+    after the other are no sentence that an operator reads to its end.
+
+    Args:
+        releases: names in ``RELEASES``.
+    """
     runs = (list(run) for named, run in groupby(RELEASES, set(releases).__contains__) if named)
     return in_words(
         part for run in runs for part in (run if len(run) < _RANGE else [f"{run[0]} to {run[-1]}"])
@@ -99,7 +109,11 @@ def in_ranges(releases: Collection[str]) -> str:
 
 
 def release_of(vllm: Installed) -> Version:
-    """Return the inspected release whose rows apply to ``vllm``: its own, else the newest."""
+    """Return the inspected release whose rows apply to ``vllm``.
+
+    That is its own release number; for a later release, or a version without a number, the
+    newest inspected release.
+    """
     newest = parsed(INSPECTED)
     return newest if vllm.version is None else min(newest, parsed(vllm.version.base_version))
 
@@ -108,14 +122,23 @@ _V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
 
 
 class Fault(NamedTuple):
-    """One fault of vLLM with offloading on kvcached's memory."""
+    """One fault of vLLM with offloading on kvcached's memory.
+
+    Attributes:
+        span: the releases that have it.
+        what: the fault, as the reason of a refusal.
+        upstream: where it was reported or fixed.
+        fixed: the first release without it.
+        target: the object that fixed it; empty if the fault is a requirement.
+        parameter: the parameter of ``target`` that fixed it; empty for the whole target.
+    """
 
     span: Span
-    what: str  # as the reason of a refusal
-    upstream: str  # where it was reported or fixed
+    what: str
+    upstream: str
     fixed: str
-    target: str = ""  # the object that fixed it; empty if the fault is a requirement
-    parameter: str = ""  # that fixed ``target``; empty for all of it
+    target: str = ""
+    parameter: str = ""
 
     @property
     def why(self) -> str:

@@ -1,4 +1,9 @@
-"""The verdicts of ``kvpatch verify``: files, and for which combination each lifts refusals."""
+"""The verdicts of ``kvpatch verify``: files, and for what each of them holds.
+
+A verdict holds for one combination, see ``upstream.combination``, and for nothing else: another
+version, model shape, setting or device asks again. It lifts refusals that are based on
+missing validation, and only those that were lifted in its own run.
+"""
 
 from __future__ import annotations
 

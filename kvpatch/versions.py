@@ -1,4 +1,8 @@
-"""Installed versions from distribution metadata, and ranges of releases; none is imported."""
+"""Installed versions from distribution metadata, and ranges of releases.
+
+Reading metadata imports neither package, so that a version can be refused before any
+of its code runs.
+"""
 
 from __future__ import annotations
 

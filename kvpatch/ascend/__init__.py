@@ -1,1 +1,6 @@
-"""kvcached's elastic memory on Ascend NPUs: its CUDA calls, made on Huawei's ACL runtime."""
+"""kvcached's elastic memory on Ascend NPUs.
+
+``python -m kvpatch.ascend install`` builds kvcached from its sdist with the headers in ``include``,
+which make its CUDA calls on Huawei's ACL runtime. kvcached has no NPU backend, and refuses to be
+built without CUDA or ROCm.
+"""

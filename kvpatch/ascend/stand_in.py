@@ -1,4 +1,7 @@
-"""The parts of torch that kvcached's setup.py reads, as ``torch.py`` for a build against ACL."""
+"""The parts of torch that kvcached's setup.py reads, to build it against the ACL runtime.
+
+``build.py`` puts this file before the real torch, as ``torch.py``, for that one build.
+"""
 
 from __future__ import annotations
 

@@ -7,6 +7,13 @@
         balance.Balance(balance.Options(terms), tell=lambda event: print(event.line)).run()
 
 A controller with a loop of its own uses the policy alone, which is a function: ``balance.plan``.
+
+policy   who may map how much; pure
+records  what goes into it, and what comes out
+seen     the engines, from their sockets and status pages
+options  what the operator sets
+loop     look, plan, lower, raise
+event    what is said about it
 """
 
 from typing import TYPE_CHECKING, Any

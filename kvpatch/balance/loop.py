@@ -1,7 +1,8 @@
 """The loop: look at the engines, plan, let those give that are to give, then raise the others.
 
-A limit is raised by no more than what nobody has when the others have given: whoever stops this
-loop between two of its steps leaves limits that the device can hold.
+A limit is raised by what nobody has when the others have given, and by no more. So whoever stops
+this loop between any two of its steps leaves limits that the device can hold, and engines that are
+as right as ever: an engine does itself what it was asked for.
 """
 
 from __future__ import annotations

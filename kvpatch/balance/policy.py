@@ -1,4 +1,18 @@
-"""Who may map how much of a device: what is seen goes in, limits come out; see docs/balance.md.
+"""Who may map how much of a device: what is seen goes in, limits come out, and that is all.
+
+    every engine has its floor, and at least the memory of one request, of which it may lend a part
+    then what its requests need that are there, those that wait included, or were a moment ago
+    then what is left, for prefixes: by the rate at which prefixes are found, on the device or in
+    the CPU tier, because who finds none has no use for more
+
+Each of the three is shared by priority: of two engines that want more than there is, one of
+priority 2 gets twice as much as one of priority 1. Why this and not another way is in
+docs/balance.md: it was chosen by a simulation.
+
+A share is not a limit yet. Memory moves from an engine to another one only if that has filled what
+it has, and neither for small differences nor back and forth. Requests that wait for memory get it
+at once from who does not need it, and from everybody if that brings their engine no more than its
+share. What nobody wants stays where it is.
 
 Sizes are bytes of one device; of an engine with several ranks, bytes of each of them.
 """

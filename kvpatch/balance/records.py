@@ -1,4 +1,7 @@
-"""What goes into a plan and what comes out of it, in bytes of one device and rank."""
+"""What goes into a plan and what comes out of it.
+
+Sizes are bytes of one device; of an engine with several ranks, bytes of each of them.
+"""
 
 from __future__ import annotations
 

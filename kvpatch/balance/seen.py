@@ -1,6 +1,7 @@
 """The engines as ``balance`` sees them: from their control sockets, and their status pages.
 
-Engines are asked side by side: one that is stuck delays nobody.
+A socket tells the limit, what is mapped, what requests need, and the device; a page tells how much
+of the prompts was found. Engines are asked side by side: one that is stuck delays nobody.
 """
 
 from __future__ import annotations

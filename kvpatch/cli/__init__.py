@@ -1,4 +1,9 @@
-"""The ``kvpatch`` command: subcommands, each a module with ``configure(parser)`` and ``run``."""
+"""The ``kvpatch`` command: a list of subcommands, each in a module of its own.
+
+A subcommand's module has ``configure(parser)``, which adds its options, and
+``run(arguments) -> int``, which returns the exit code. Only the module of the
+requested subcommand is imported.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Telling a running engine to give its memory away and to take it back; needs no vLLM.
+"""Telling a running engine to give its memory away and to take it back.
 
     from kvpatch import control
 
@@ -6,7 +6,11 @@
         print(engine.name, engine.phase)
     answer = control.find("chat").suspend(timeout=60)
 
-The engine does the work, on its own thread; who asked may go away without stopping it.
+The engine does the work, on its own thread; who asked may go away without stopping it. Needs no
+vLLM in the process that asks.
+
+protocol  where an engine listens, and what is said there
+client    asking one engine, and every engine of this user
 """
 
 from typing import TYPE_CHECKING, Any

@@ -32,20 +32,35 @@ class Unanswered(Refused):
 
 @dataclass(frozen=True)
 class Answer:
-    """How a question ended; ``resident`` to ``lost`` are blocks, other sizes device bytes."""
+    """How a question ended.
 
-    phase: str  # of the engine, one of ``runs`` and ``suspended`` once a verb has ended
-    resident: int = 0  # with a hash, on the device
-    kept: int = 0  # of them, those in the tier
-    partial: int = 0  # of them, those that fill no chunk, which no tier stores
-    lost: int = 0  # the others that are nowhere, which like these are computed again when asked for
+    Attributes:
+        phase: of the engine, one of ``runs`` and ``suspended`` once a verb has ended.
+        resident: blocks with a hash that were on the device.
+        kept: those of them that are in the tier.
+        partial: those of them that fill no chunk (``blocks_per_chunk``), which no tier stores.
+        lost: the others that are nowhere, which like these are computed again when asked for.
+        freed: bytes of the device that were given back.
+        mapped: bytes of the device that are mapped or reserved now.
+        limit: bytes that the engine may map now.
+        seconds: from the question to the answer, in the engine.
+        planned: whether these are the blocks of a plan, and nothing was done.
+        later: bytes that it may map from its resumption on; 0 if that was not asked for.
+        said: the whole line, with fields of later versions.
+    """
+
+    phase: str
+    resident: int = 0
+    kept: int = 0
+    partial: int = 0
+    lost: int = 0
     freed: int = 0
-    mapped: int = 0  # or reserved
+    mapped: int = 0
     limit: int = 0
-    seconds: float = 0.0  # from the question to the answer, in the engine
-    planned: bool = False  # nothing was done: it was a plan
-    later: int = 0  # the limit from its resumption on; 0 if that was not asked for
-    said: dict[str, Any] = field(default_factory=dict, compare=False)  # the whole line
+    seconds: float = 0.0
+    planned: bool = False
+    later: int = 0
+    said: dict[str, Any] = field(default_factory=dict, compare=False)
 
     @classmethod
     def of(cls, said: dict[str, Any]) -> Answer:
@@ -92,7 +107,12 @@ class Answer:
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine that listens at a path and describes itself, see ``suspend.server.describe``."""
+    """An engine that listens.
+
+    Attributes:
+        path: of its socket.
+        said: its description of itself, see ``suspend.server.describe``.
+    """
 
     path: Path
     said: dict[str, Any]
@@ -132,18 +152,32 @@ class Engine:
     ) -> Answer:
         """Store what only the device has, and give its memory back; requests wait from now on.
 
-        Running requests are preempted unless they may ``finish``; ``whole`` is not to lose a block;
-        after ``timeout`` seconds the engine runs on. Refused says why it is not suspended as asked.
+        Args:
+            finish: let running requests finish first, instead of preempting them.
+            whole: do not suspend if the tier cannot keep every block.
+            timeout: seconds after which the engine runs on as before; None for no limit.
+            tell: called with every line of progress.
+
+        Raises:
+            Refused: it is not suspended, or not as asked; the message says why.
         """
         asked = {"finish": finish, "whole": whole, "timeout": timeout}
         return self._ask({"verb": "suspend", **asked}, tell)
 
     def plan(self) -> Answer:
-        """Return what a suspension would keep and lose now, or Refused, without one."""
+        """Return what a suspension would keep and lose now, without one.
+
+        Raises:
+            Refused: it cannot be suspended.
+        """
         return self._ask({"verb": "suspend", "plan": True}, None)
 
     def resume(self, *, tell: Tell | None = None) -> Answer:
-        """Give it its limit back, so that waiting requests run; Refused if the engine failed to."""
+        """Give it its limit back; requests that waited run.
+
+        Raises:
+            Refused: the engine failed to.
+        """
         return self._ask({"verb": "resume"}, tell)
 
     def limit(
@@ -154,10 +188,18 @@ class Engine:
         patience: float | None = None,
         tell: Tell | None = None,
     ) -> Answer:
-        """Set the bytes of the device that it may map; Refused if it cannot, or does not answer.
+        """Set the bytes of the device that it may map.
 
-        With a ``revision``, one more than that of ``said``, another's limit since then is kept.
-        After ``patience`` seconds the engine goes on with what it was asked.
+        Args:
+            size: those bytes.
+            revision: one more than the ``revision`` of ``said``, so that the limit is refused if
+                somebody else has set one since; None to set it in any case.
+            patience: seconds after which the answer is not waited for any longer; the engine goes
+                on with what it was asked.
+            tell: called with every line of progress.
+
+        Raises:
+            Refused: it is no size that the engine can have, or it has not answered yet.
         """
         asked: dict[str, Any] = {"verb": "limit", "size": size}
         if revision is not None:
@@ -172,10 +214,18 @@ class Engine:
         controls: float | None = None,
         alone: int | None = None,
     ) -> dict[str, Any]:
-        """Return what it needs and could have, see ``suspend.demand``; Refused if it does not know.
+        """Return what it needs and could have, see ``suspend.demand``.
 
-        ``controls`` are seconds for which the caller sees to all limits of the device, so that the
-        prefix cache needs no other bound; ``alone`` is the limit to take after them.
+        Args:
+            patience: seconds to wait for the answer.
+            controls: seconds for which the caller sees to the limits of all engines of the device:
+                so long its prefix cache is bounded by its limit alone, unless its operator set
+                ``KVCACHED_MAX_CACHED_TOKENS``.
+            alone: bytes of the limit that it is to take when it has not been asked again by then;
+                None for the one that it has.
+
+        Raises:
+            Refused: it does not know, or does not answer in time.
         """
         asked: dict[str, Any] = {"verb": "demand"}
         if controls is not None:
@@ -207,10 +257,15 @@ class Engine:
 
 @dataclass(frozen=True)
 class Silent:
-    """An engine that listens and does not answer: it is stopped, or waits for the machine."""
+    """An engine that listens and does not answer: it is stopped, or waits for the machine.
+
+    Attributes:
+        path: of its socket.
+        pid: of its process; 0 if it cannot be seen.
+    """
 
     path: Path
-    pid: int  # 0 if it cannot be seen
+    pid: int
 
     @property
     def sentence(self) -> str:
@@ -219,7 +274,17 @@ class Silent:
 
 
 def ask(path: Path, question: dict[str, Any], timeout: float) -> Iterator[dict[str, Any]]:
-    """Ask at a socket; iterate over what is said; OSError if nothing is in time, or ValueError."""
+    """Ask the engine at a socket; iterate over what it says.
+
+    Args:
+        path: the socket.
+        question: a verb and what belongs to it.
+        timeout: seconds without a line after which it is given up.
+
+    Raises:
+        OSError: nobody listens there, nothing is said, or the folder is open to others.
+        ValueError: it is not an engine that answers.
+    """
     private.check_folder(path.parent)
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(timeout)
@@ -230,12 +295,20 @@ def ask(path: Path, question: dict[str, Any], timeout: float) -> Iterator[dict[s
 
 
 def engines() -> list[Engine]:
-    """Return the engines of this user that listen and answer, by name."""
+    """Return the engines of this user that listen and answer, by name.
+
+    Raises:
+        private.Unsafe: the folder of their sockets is another user's, or open to others.
+    """
     return every()[0]
 
 
 def every() -> tuple[list[Engine], list[Silent]]:
-    """Return the engines of this user that answer, by name, and those that do not."""
+    """Return the engines of this user that answer, by name, and those that do not.
+
+    Raises:
+        private.Unsafe: the folder of their sockets is another user's, or open to others.
+    """
     asked = list(of_each(_at))
     found = [one for one in asked if isinstance(one, Engine)]
     silent = [one for one in asked if isinstance(one, Silent)]
@@ -243,7 +316,11 @@ def every() -> tuple[list[Engine], list[Silent]]:
 
 
 def of_each(ask: Callable[[Path], T]) -> list[T]:
-    """Ask at this user's sockets, several at a time; Unsafe for a folder others can enter."""
+    """Return what is asked at the sockets of this user's engines, of several at a time.
+
+    Raises:
+        private.Unsafe: their folder is another user's, or open to others.
+    """
     home = protocol.folder()
     try:
         private.check_folder(home)
@@ -277,7 +354,14 @@ def _listener(path: Path) -> int:
 
 
 def find(name: str) -> Engine:
-    """Return the engine with a kvcached name, a model's, or a pid, or its only rank; or Refused."""
+    """Return the engine with a kvcached name, the name of a model, or a pid.
+
+    A kvcached name may be as it was set, or as kvcached keeps it. One that its data parallel
+    server was given is that of the only rank here, if there is one.
+
+    Raises:
+        Refused: there is none, it does not answer, or several serve the model.
+    """
     kept = protocol.kept(name)
     own = _at(protocol.path_of(kept))  # the others may be stopped, and are not waited for
     if isinstance(own, Engine) and own.name == kept:

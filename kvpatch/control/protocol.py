@@ -49,7 +49,15 @@ def kept(name: str) -> str:
 
 
 def name_of_rank(server: str, rank: int) -> str:
-    """Return the kvcached name of one engine of a data parallel server, as long as it may be."""
+    """Return the kvcached name of an engine that is one of several of a data parallel server.
+
+    Not longer than kvcached's names are: what it cuts off tells the ranks apart. Names that are
+    the same by what is left out here are one name, which is claimed once.
+
+    Args:
+        server: the kvcached name of the server.
+        rank: vLLM's number of the engine in all of its server, also on other machines.
+    """
     suffix = f"-dp{rank}"
     return server[: LONGEST_NAME - len(suffix)] + suffix
 
@@ -72,19 +80,32 @@ def _peer(connection: socket.socket) -> tuple[int, int, int]:
 
 
 def check_peer(connection: socket.socket) -> None:
-    """Check that this user's process is at the other end, or raise PermissionError."""
+    """Check that this user's process is at the other end.
+
+    Raises:
+        PermissionError: it is another user's.
+    """
     uid = _peer(connection)[1]
     if uid != os.geteuid():
         raise PermissionError(f"a process of {private.user(uid)} is at the other end")
 
 
 def send(connection: socket.socket, line: dict[str, Any]) -> None:
-    """Send one line; OSError if the other end is gone."""
+    """Send one line.
+
+    Raises:
+        OSError: the other end is gone.
+    """
     connection.sendall(json.dumps(line, separators=(",", ":")).encode() + b"\n")
 
 
 def lines(connection: socket.socket) -> Iterator[dict[str, Any]]:
-    """Iterate over the other end's lines; ValueError for a bad one, OSError for no connection."""
+    """Iterate over the lines of the other end, until it closes.
+
+    Raises:
+        ValueError: a line is too long, or no JSON object.
+        OSError: the connection failed, or timed out.
+    """
     rest = b""
     while True:
         line, newline, after = rest.partition(b"\n")

@@ -1,4 +1,8 @@
-"""``kvpatch doctor``: what is installed, what would apply, and what prevents it; read-only."""
+"""``kvpatch doctor``: what is installed, what would apply, and what prevents it.
+
+Every check is read-only. Nothing of vllm, torch or kvcached is imported into this process: the
+gates that need vllm are passed in another one, which imports it as a start would.
+"""
 
 from __future__ import annotations
 

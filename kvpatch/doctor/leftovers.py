@@ -1,4 +1,8 @@
-"""Files that exited engines left behind in shared memory and /tmp; only ``remove`` removes any."""
+"""Files that exited engines left behind in shared memory and /tmp.
+
+The report deletes nothing: it names the command that removes a leftover of this user, and
+the owner of any other. ``kvpatch clean --yes`` removes those that are surely nobody's.
+"""
 
 from __future__ import annotations
 

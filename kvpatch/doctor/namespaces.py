@@ -1,4 +1,8 @@
-"""Which processes cannot be seen: containers that share /dev/shm have process ids of their own."""
+"""Which processes cannot be seen from here.
+
+Containers may share /dev/shm (``docker --ipc=host``, the containers of a pod), and have process
+ids and abstract sockets of their own: what looks dead from outside may be alive in one.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Whether a command of vLLM would start, in a process of its own, without an engine."""
+"""Whether a command of vLLM would start: its options and configuration, without an engine.
+
+Run in a process of its own, in which kvpatch is on: vLLM's parser reads the options, vLLM makes
+its configuration of them, and every rule is asked. vllm is imported by ``examined``, and by nothing
+else here.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,12 @@
 """What vLLM's copy code calls of CUDA, on the host device: streams, events, copies, pinning.
 
-vLLM's own workers for the CPU tier run unmodified on it: their modules see the proxies below.
+vLLM's own workers for the CPU tier run unmodified on it. Their modules see ``torch``,
+``current_platform`` and ``vllm._custom_ops`` through the proxies below, and the regions of the
+device as tensors that call themselves CUDA's. Everything else in those names is the original.
+
+What a GPU has and this has not: copies that run while the engine computes on the same bytes
+in another order than the streams say, kernels that read pinned memory, and a link of its own
+speed. See docs/host-device.md.
 """
 
 from __future__ import annotations

@@ -1,7 +1,11 @@
 """Latent attention (MLA) on the host device, with any cached prefix and any block stride.
 
-vLLM's CPU backend reads its KV cache as one dense tensor, and disables prefix caching. Here a
-token's row is addressed by block and offset, in blocks of ``[tokens, kv_lora_rank + rope]``.
+vLLM's CPU backend for these models reads its KV cache as one dense tensor, and disables
+prefix caching, without which a KV connector cannot load anything. Here a token's row is
+addressed by block and offset. Written for correctness, not for speed.
+
+    a block of the KV cache   [tokens, kv_lora_rank + rope]: per token, shared by all heads
+
 Source: ``CPUMLAImpl`` in ``vllm/v1/attention/backends/mla/cpu_mla.py``, and
 ``gather_mla_context_cache_cpu`` in ``vllm/_custom_ops.py``.
 """

@@ -1,4 +1,8 @@
-"""The device's memory, of a ledger that kvcached's extension writes through ``include/cuda.h``."""
+"""The device's memory: its size, the usage per process, and the hold on copies.
+
+The ledger file is written by kvcached's extension through ``include/cuda.h``, which
+defines its layout; here it is only read.
+"""
 
 from __future__ import annotations
 

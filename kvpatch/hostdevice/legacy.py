@@ -1,4 +1,8 @@
-"""The host device's copies up to vLLM 0.28 (a batched copy alone), and 0.18 (by layer)."""
+"""The host device's copies for older vLLM.
+
+up to 0.28  SimpleCPUOffloadConnector resolves the batched copy alone, without its attributes
+up to 0.18  handlers take tensors by layer
+"""
 
 from __future__ import annotations
 

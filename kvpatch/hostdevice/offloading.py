@@ -1,4 +1,12 @@
-"""vLLM's ``CPUOffloadingSpec``, as ``HostOffloadingSpec``; its import suffices without kvpatch."""
+"""vLLM's ``CPUOffloadingSpec`` by the name that configurations for the host device have.
+
+With kvpatch on, vLLM's own spec runs on the host device, and this one is no different. In a
+process where kvpatch is off, importing it makes vLLM's copying workers run here, so that
+offloading from static memory can be compared.
+
+Configured as ``spec_name=HostOffloadingSpec`` with
+``spec_module_path=kvpatch.hostdevice.offloading`` in ``kv_connector_extra_config``.
+"""
 
 from __future__ import annotations
 

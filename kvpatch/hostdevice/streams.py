@@ -1,4 +1,9 @@
-"""Streams and events for copies: asynchronous, and ordered behind what the thread computed."""
+"""Streams and events for copies: asynchronous and ordered, as on a GPU.
+
+The compute stream of a CPU engine is the calling thread itself: what it computed
+before a submit is complete when the copy runs. On a GPU the copy stream ensures this
+order by waiting for the compute stream.
+"""
 
 from __future__ import annotations
 

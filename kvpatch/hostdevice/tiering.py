@@ -1,4 +1,9 @@
-"""vLLM's ``TieringOffloadingSpec``, as ``HostTieringOffloadingSpec``, as in ``offloading``."""
+"""vLLM's ``TieringOffloadingSpec`` by the name that configurations for the host device have.
+
+Configured as ``spec_name=HostTieringOffloadingSpec`` with
+``spec_module_path=kvpatch.hostdevice.tiering`` in ``kv_connector_extra_config``; see
+``offloading``.
+"""
 
 from __future__ import annotations
 

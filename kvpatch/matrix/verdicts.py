@@ -1,4 +1,8 @@
-"""The matrix' verdicts; ``scripts/docs`` makes ``verdicts.json`` of recorded runs and rules."""
+"""The verdicts of the matrix, as the repository's recorded runs, the gates and the rules give them.
+
+``verdicts.json`` has all of them, and ``scripts/docs`` makes it of the evidence, which is not part
+of a distribution: ``docs/results/matrix`` in the repository.
+"""
 
 from __future__ import annotations
 

@@ -27,15 +27,24 @@ BEHIND = 1e-6
 
 @dataclass
 class Extent:
-    """Some whole chunks, one behind the other."""
+    """Some whole chunks, one behind the other.
 
-    free: list[int]  # chunks that hold nothing, the lowest last
-    held: dict[int, Hashable] = field(default_factory=dict)  # what each of the other chunks holds
-    transfers: int = 0  # how many transfers name one of its chunks
-    used: float = 0.0  # when a chunk was used last, by the caller's clock; 0 for never
+    Attributes:
+        free: its chunks that hold nothing, the lowest last.
+        held: what each of the other chunks holds.
+        transfers: how many transfers name one of its chunks.
+        used: when a chunk of it was used last, by the caller's clock; 0 for never.
+        draining, closed: as above.
+        ranked: its last use when it was ranked among the others.
+    """
+
+    free: list[int]
+    held: dict[int, Hashable] = field(default_factory=dict)
+    transfers: int = 0
+    used: float = 0.0
     draining: bool = False
     closed: bool = False
-    ranked: float = _EMPTY  # its last use when it was ranked among the others
+    ranked: float = _EMPTY
 
     @property
     def last_use(self) -> float:
@@ -49,7 +58,22 @@ class Extent:
 
 
 class Extents:
-    """The extents of one tier, whose chunks are [0, chunks), by a clock that engines share."""
+    """The extents of one tier.
+
+    Args:
+        chunks: of the tier, whose chunks are [0, chunks).
+        chunk_bytes: of each.
+        extent_bytes: of each extent, about: at least a chunk.
+        multiple: chunks of an extent are a multiple of it, if the tier has as many.
+        clock: seconds; any that all engines of the machine have in common.
+
+    Attributes:
+        per: chunks of an extent; the last one may have less.
+        count: extents of the tier.
+        open: the extents that are not absent, by index.
+        used: chunks that hold something.
+        reuse: how often what they hold is found.
+    """
 
     def __init__(
         self,
@@ -62,10 +86,10 @@ class Extents:
         self.chunks = chunks
         self.chunk_bytes = chunk_bytes
         whole = extent_bytes // chunk_bytes // multiple * multiple
-        self.per = min(max(whole, multiple), chunks)  # chunks of an extent; the last may have less
-        self.count = -(-chunks // self.per)  # extents of the tier
-        self.open: dict[int, Extent] = {}  # the extents that are not absent
-        self.used = 0  # chunks that hold something
+        self.per = min(max(whole, multiple), chunks)
+        self.count = -(-chunks // self.per)
+        self.open: dict[int, Extent] = {}
+        self.used = 0
         self.reuse = Reuse(clock)
         self._clock = clock
         self._roomy: list[int] = []  # extents that chunks can be handed out of, in order
@@ -89,7 +113,11 @@ class Extents:
         return self._free
 
     def allocate(self, keys: Sequence[Hashable]) -> list[int]:
-        """Hand out a chunk for each key, from the lowest extents, or none and MemoryError."""
+        """Hand out a chunk for each key, from the lowest extents that have one.
+
+        Raises:
+            MemoryError: fewer are free; none is handed out.
+        """
         if len(keys) > self._free:
             raise MemoryError(f"{len(keys)} chunks are asked for, and {self._free} are free")
         taken: list[int] = []

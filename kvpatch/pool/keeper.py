@@ -1,4 +1,8 @@
-"""The thread that commits an engine's extents and gives them back, and waits without a lock."""
+"""The thread of an engine that commits the extents of its tier, and gives them back.
+
+Whatever waits for the kernel, for the ledger or for workers is done here, and never under the
+lock that the scheduler needs.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +42,21 @@ AHEAD, WINDOW, RECENT = 16, 0.25, 5.0
 
 
 class Keeper:
-    """What an engine does with its tier's extents; what is done under ``lock`` is short."""
+    """What an engine does with its tier's extents.
+
+    Args:
+        extents: of the tier.
+        memory: of the tier.
+        member: the engine's part in the ledger.
+        ranks: the engine's workers.
+        lock: of the extents and of the scheduler; what is done under it is short.
+        evict: evicts what it can of an extent, under the lock.
+
+    Attributes:
+        evicted: blocks of extents that had to go, for people.
+        view: the last look at the ledger.
+        broken: why no extent is committed now; empty if nothing failed.
+    """
 
     def __init__(
         self,
@@ -52,9 +70,9 @@ class Keeper:
     ) -> None:
         self.extents, self.memory, self.member, self.ranks = extents, memory, member, ranks
         self.lock, self._evict, self._clock = lock, evict, clock
-        self.evicted = 0  # blocks of extents that had to go, for people
-        self.view: View | None = None  # the last look at the ledger
-        self.broken = ""  # why no extent is committed now; empty if nothing failed
+        self.evicted = 0
+        self.view: View | None = None
+        self.broken = ""
         self._broken_until = 0.0
         self._told = ""  # to the log
         self._doubtful: set[int] = set()  # committed extents that a worker may have registered
@@ -74,7 +92,11 @@ class Keeper:
     # For the scheduler, under the lock
 
     def need(self, chunks: int) -> bool:
-        """Note that a store needs so many chunks; return whether it waits for a later step."""
+        """Note that a store needs so many chunks.
+
+        Returns:
+            Whether it shall wait for a later step; if not, the policy may evict for it.
+        """
         now = self._clock()
         if chunks <= self.extents.free:
             self._remember(chunks, now)
@@ -140,7 +162,12 @@ class Keeper:
         self._thread.start()
 
     def close(self, in_use: bool = False) -> None:
-        """End the thread, and give everything back unless this process still uses the tier."""
+        """End the thread and give everything back; no copy is in flight any more.
+
+        Args:
+            in_use: somebody in this process still reads or writes the tier. All of it stays
+                committed and counted, and goes with the process.
+        """
         self._stop.set()
         self._wake.set()
         if self._thread is not None and self._thread is not threading.current_thread():
@@ -215,6 +242,7 @@ class Keeper:
     # Giving back
 
     def _make_room(self, view: View) -> None:
+        """Evict extents that the others, or a lower limit, ask for."""
         share = self._share(view)
         # Whole extents: one that would take it below its floor is not given to another engine.
         asked = min(view.asked, max(0, view.own - self.member.floor))
@@ -299,6 +327,7 @@ class Keeper:
         return max(1, self.extents.per // AHEAD, recent)
 
     def _grow(self, view: View) -> None:
+        """Commit the extents that are wanted, or one ahead."""
         now = self._clock()
         if self.broken and now < self._broken_until:
             return
@@ -355,7 +384,11 @@ class Keeper:
         return True
 
     def _undo(self) -> bool:
-        """Give back what not every worker registered; False if one has not let go of it."""
+        """Give back what not every worker registered, once all of them have let go of it.
+
+        Returns:
+            False if one has not: that extent stays committed, and counted.
+        """
         for index in list(self._doubtful):
             offset, size = self.extents.place(index)
             try:
@@ -397,7 +430,10 @@ class Keeper:
             self.member.ask(victim, size)
 
     def _hear(self, view: View) -> None:
-        """Note, with every look, who has given what it was asked for, and who has not in time."""
+        """Note who has given what it was asked for, and who has not in time.
+
+        With every look: later on, who gave may have taken something else.
+        """
         now = self._clock()
         for name, (at, had) in list(self._asked.items()):
             peer = next((one for one in view.peers if one.path.name == name), None)

@@ -1,8 +1,12 @@
 """The ledger of a user's host pool: a limit, and what each engine has committed.
 
-It is a folder in /dev/shm with a file per engine, which the engine and its workers keep locked
-until the last of them is gone. A record is raised under a lock on the folder, before memory is
-committed, and lowered without it after memory is punched: it is at least what its engine has.
+It is a folder in /dev/shm with a file per engine. The engine and its workers hold a lock on the
+engine's file, which the kernel drops when the last of them is gone. A record is raised under a lock
+on the folder, with which all of them are read; each engine lowers its own, and looks, without it.
+
+    raised, then committed; punched, then lowered
+
+so that wherever an engine is killed, its record is at least what it has.
 """
 
 from __future__ import annotations
@@ -40,11 +44,17 @@ class Foreign(Exception):
 
 
 class Peer(NamedTuple):
-    """Another engine of the pool, or one that is shown to people."""
+    """Another engine of the pool, or one that is shown to people.
+
+    Attributes:
+        path: of its record.
+        owner: what it has.
+        dying: it was killed, and the kernel may not have freed its memory.
+    """
 
     path: Path
     owner: Owner
-    dying: bool  # it was killed, and the kernel may not have freed its memory
+    dying: bool
 
     def answers(self, now: float) -> bool:
         """Return whether it has looked at the ledger lately."""
@@ -52,10 +62,15 @@ class Peer(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """What the engines of a pool have, together, in bytes."""
+    """What the engines of a pool have, together.
 
-    committed: int  # those included that are being freed
-    ceiling: int  # that those that run may have at most
+    Attributes:
+        committed: bytes, those included that are being freed.
+        ceiling: bytes that those that run may have at most.
+    """
+
+    committed: int
+    ceiling: int
 
 
 def taken(peers: Iterable[Peer]) -> Taken:
@@ -83,14 +98,24 @@ def socket_of(record_path: Path) -> Path:
 
 
 def hold(path: Path) -> int:
-    """Hold the record of another process's engine; return a descriptor to keep open, or OSError."""
+    """Hold the record of an engine's memory in another process; return a descriptor to keep open.
+
+    Raises:
+        OSError: the engine is gone.
+    """
     file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     fcntl.flock(file, fcntl.LOCK_SH)
     return file
 
 
 def set_limit(folder: Path, size: int) -> bool:
-    """Set the limit of a pool, or return False if it is not in use; Busy, Unsafe or OSError."""
+    """Set the limit of a pool that is in use; return whether there is one.
+
+    Raises:
+        Busy: the lock is not to be had.
+        private.Unsafe: the folder is open to others, or another user's.
+        OSError: the folder cannot be used.
+    """
     try:
         private.check_folder(folder)
         with alone(folder, TO_START):
@@ -104,7 +129,18 @@ def set_limit(folder: Path, size: int) -> bool:
 
 
 def show(folder: Path, remove: bool = False) -> tuple[Limit, list[Peer]] | None:
-    """Return a pool's limit and engines; None if not in use; Busy, Foreign, Unsafe or OSError."""
+    """Return the limit and the engines of a pool; None if it is not in use.
+
+    Args:
+        folder: of the pool.
+        remove: whether to remove the records of engines that are gone.
+
+    Raises:
+        Busy: the lock is not to be had.
+        Foreign: a record cannot be read.
+        private.Unsafe: the folder is open to others, or another user's.
+        OSError: the folder cannot be used.
+    """
     try:
         private.check_folder(folder)
         with alone(folder, TO_LOOK):
@@ -118,7 +154,11 @@ def show(folder: Path, remove: bool = False) -> tuple[Limit, list[Peer]] | None:
 
 
 def alone(folder: Path, patience: float) -> AbstractContextManager[None]:
-    """Keep all other engines out, or raise Busy after ``patience`` seconds."""
+    """Keep all other engines out.
+
+    Raises:
+        Busy: somebody else was in for longer than ``patience`` seconds.
+    """
 
     def lock(file: int) -> None:
         busy = Busy(f"the host pool's lock was held for {patience} s")
@@ -128,7 +168,11 @@ def alone(folder: Path, patience: float) -> AbstractContextManager[None]:
 
 
 def wait(attempt: Callable[[], None], patience: float, otherwise: Busy) -> None:
-    """Try what raises BlockingIOError for ``patience`` seconds, then raise ``otherwise``."""
+    """Try what raises BlockingIOError as long as others are in, for ``patience`` seconds.
+
+    Raises:
+        Busy: ``otherwise``, when they are over.
+    """
     until, pause = time.monotonic() + patience, 0.0002
     while True:
         try:
@@ -142,7 +186,13 @@ def wait(attempt: Callable[[], None], patience: float, otherwise: Busy) -> None:
 
 
 def survey(folder: Path, own: Path | None, remove: bool = True) -> list[Peer]:
-    """Return the engines but ``own``, or Foreign, once alone; remove the records of those gone."""
+    """Return the engines but ``own``; with ``remove``, remove the records of those that are gone.
+
+    The caller is alone.
+
+    Raises:
+        Foreign: a running engine's record cannot be read.
+    """
     found = []
     for path in sorted(folder.iterdir()):
         if not path.name.startswith(ENGINE) or path == own:
@@ -191,6 +241,7 @@ def glance(folder: Path, own: Path) -> list[Peer] | None:
 
 
 def _read(path: Path, file: int) -> Peer | None:
+    """Return an engine, or None if it is gone."""
     owner = record.read_owner(file)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

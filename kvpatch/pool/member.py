@@ -21,7 +21,11 @@ class Lingers(Busy):
 
 
 class Different(Exception):
-    """The running engines of the pool were started with another size, in bytes."""
+    """The running engines of the pool were started with another size.
+
+    Attributes:
+        size: theirs, in bytes.
+    """
 
     def __init__(self, size: int) -> None:
         super().__init__(size)
@@ -29,7 +33,11 @@ class Different(Exception):
 
 
 class Promised(Exception):
-    """The running engines have floors that leave less of the pool than another one's floor."""
+    """The running engines have floors that leave less of the pool than another one's floor.
+
+    Attributes:
+        floors: theirs, together, in bytes.
+    """
 
     def __init__(self, floors: int) -> None:
         super().__init__(floors)
@@ -37,7 +45,14 @@ class Promised(Exception):
 
 
 class View(NamedTuple):
-    """What an engine sees when it looks, in bytes: it is asked to give back what is ``asked``."""
+    """What an engine sees when it looks.
+
+    Attributes:
+        limit: bytes that all engines may have committed.
+        own: bytes that it has committed itself.
+        peers: the other engines.
+        asked: bytes that it is asked to give back.
+    """
 
     limit: int
     own: int
@@ -56,7 +71,14 @@ class View(NamedTuple):
 
 
 class Member:
-    """An engine's part in a pool, with its locked record, from ``join`` to ``leave``."""
+    """An engine's part in a pool, from ``join`` to ``leave``.
+
+    Args:
+        path: of its record.
+        file: the record, locked.
+        owner: what it has.
+        limit: of the pool.
+    """
 
     def __init__(self, path: Path, file: int, owner: Owner, limit: Limit) -> None:
         self.path = path
@@ -80,17 +102,27 @@ class Member:
         return max(self._least, self._owner.committed) if self._keeps else self._least
 
     def keep(self, everything: bool) -> None:
-        """Let it keep all that it has, or what the operator wants, from its next look on."""
+        """Let it keep all that it has, or again only what the operator wants; on any thread.
+
+        The others read it at its next look, and until then ask in vain.
+        """
         self._keeps = everything
 
     @property
     def counted(self) -> bool:
-        """Whether others see its record: an operator, or logind's RemoveIPC, may remove it."""
+        """Whether the others can see its record.
+
+        An operator may remove it, and so does systemd-logind with RemoveIPC=yes when the user logs
+        out: what it has is then in nobody's sum.
+        """
         return os.fstat(self._file).st_nlink > 0
 
     @property
     def called(self) -> bool:
-        """Whether the ledger has something new; without its lock, so there may be nothing."""
+        """Whether the ledger has something for this engine since the last look; without its lock.
+
+        Half of what is written meanwhile may be read: then there is one look too many.
+        """
         try:
             ask, limit = record.read_ask(self._file), ledger.read_limit(self.path.parent)
         except OSError:
@@ -104,7 +136,11 @@ class Member:
             record.write_owner(self._file, self._owner)
 
     def take(self, size: int) -> bool:
-        """Raise the record by bytes, which may then be committed; False if they pass the limit."""
+        """Raise the record by ``size`` bytes, which may then be committed.
+
+        Returns:
+            False if the sum of all records would pass the limit, or cannot be known.
+        """
         if not self.counted:
             return False
         with suppress(Busy, Foreign), ledger.alone(self.path.parent, ledger.TO_LOOK):
@@ -118,12 +154,25 @@ class Member:
         return False
 
     def give(self, size: int) -> None:
-        """Lower the record by bytes that were punched, without the lock: sums have them or not."""
+        """Lower the record by ``size`` bytes, which were punched.
+
+        Without the lock: who adds the records up meanwhile finds what was, or what is.
+        """
         self._owner = self._owner._replace(committed=self._owner.committed - size)
         record.write_owner(self._file, self._owner)
 
     def look(self, resident: int, coldest: float, reuse: float = 1.0) -> View:
-        """Publish what this engine's blocks are, and return what all have; or Busy, or Foreign."""
+        """Publish what the blocks of this engine are, and return what all engines have.
+
+        Args:
+            resident: bytes of its blocks.
+            coldest: when the coldest of its extents was used last; 0 if it has none.
+            reuse: chunks that it finds for each that it stores.
+
+        Raises:
+            Busy: the lock is not to be had.
+            Foreign: another engine's record cannot be read.
+        """
         if not self.counted:  # nothing may stay that nobody counts
             return View(0, self._owner.committed, [], self._owner.committed)
         self._owner = self._owner._replace(
@@ -139,7 +188,8 @@ class Member:
     def _glance(self) -> View | None:
         """Return what the files say, without the lock; None if something is to be changed there.
 
-        Half of what another engine writes may be read: it only says who may be asked.
+        Half of what another engine writes meanwhile may be read: it says who may be asked, and
+        what is worth trying. Memory is taken with the lock, and an ask is read with it.
         """
         limit, ask = ledger.read_limit(self.path.parent), record.read_ask(self._file)
         if limit is None or ask.size:
@@ -192,7 +242,14 @@ class Member:
         record.write_processes(self._file, ledger.started(self._processes))
 
     def join_again(self) -> None:
-        """Take part again after the record was removed: workers hold no lock on the new one."""
+        """Take part again after the record was removed; nothing may be committed.
+
+        The workers hold no lock on the new one. Where the engine is killed, it counts until the
+        processes that it names are gone.
+
+        Raises:
+            Different, Promised, Foreign, Busy, OSError: as ``join``.
+        """
         assert not self._owner.committed, "nobody counted it"
         again = join(self.path, self._limit.configured, self._owner, self._limit)
         os.close(self._file)
@@ -219,10 +276,22 @@ class Member:
 
 
 def join(path: Path, size: int, owner: Owner, known: Limit | None = None) -> Member:
-    """Take part in a pool, with nothing committed, of the ``known`` limit if it has none.
+    """Take part in the pool of a folder, with nothing committed.
 
-    Raises Different or Promised for other sizes, Foreign for a record that cannot be read, Lingers
-    while a killed engine's memory is freed, Busy, private.Unsafe, or OSError.
+    Args:
+        path: of the engine's record, see ``record_of``; its folder is made if it is missing.
+        size: the limit, which all running engines must have been started with.
+        owner: how the record begins.
+        known: the limit if the pool has none, as somebody may have set it; None for ``size``.
+
+    Raises:
+        Different: the running engines were started with another size.
+        Promised: the floors of all of them are more than the pool.
+        Foreign: a running engine's record cannot be read.
+        Lingers: an engine of the same name was killed, and its memory is not freed.
+        Busy: the lock is not to be had.
+        private.Unsafe: the folder is open to others, or another user's.
+        OSError: there is no room in /dev/shm.
     """
     private.make_folder(path.parent)
     # What is left of an engine of the same name that was killed a moment ago.

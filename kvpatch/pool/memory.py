@@ -18,10 +18,15 @@ Ranges = Callable[[int, int], Iterable[tuple[int, int]]]
 
 
 class Memory:
-    """The ranges of a file in memory (tmpfs), which is closed with this object.
+    """The ranges of a file in memory (tmpfs).
 
-    A range that is not committed must not be touched: reading a hole through a mapping allocates
-    its page, which nobody has counted. ``ranges`` gives those of the file that one of the tier is.
+    A range that is not committed must not be touched: reading a hole through a mapping
+    allocates its page, which nobody has counted.
+
+    Args:
+        file: its descriptor, which is closed with this object.
+        ranges: the ranges of the file, of offset and size, that one of the tier is; the same
+            one, if not given.
     """
 
     def __init__(self, file: int, ranges: Ranges | None = None) -> None:
@@ -34,7 +39,11 @@ class Memory:
         return os.fstat(self._file).st_blocks * 512
 
     def commit(self, offset: int, size: int) -> None:
-        """Allocate the pages of a range, all of them or OSError."""
+        """Allocate the pages of a range, all or none of them.
+
+        Raises:
+            OSError: there is no memory for it.
+        """
         try:
             for first, length in self._ranges(offset, size):
                 for start in range(first, first + length, PIECE):

@@ -1,4 +1,8 @@
-"""Asking every worker, on a thread of its own, to register an extent, or to deregister it."""
+"""Asking every worker to register an extent with its device, or to deregister it.
+
+A worker connects to its engine's socket and answers from a thread of its own, so that neither
+the engine nor a worker's step waits. A worker that is gone takes its engine with it.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +31,23 @@ class Failed(RuntimeError):
 
 
 class Hello(NamedTuple):
-    """What a worker says first: who it is, and what the engine has to know of its part."""
+    """What a worker says first.
+
+    Attributes:
+        pid: its process.
+        about: what the engine has to know about its part of the tier.
+    """
 
     pid: int
     about: bytes
 
 
 class Ranks:
-    """The workers of an engine, at a socket in a folder that only this user can enter."""
+    """The workers of an engine, seen from the engine.
+
+    Args:
+        path: of the socket, in a folder that only this user can enter.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -50,7 +63,11 @@ class Ranks:
         self._owed: list[int] = []  # answers of each that nobody waits for any more
 
     def accept(self, count: int) -> list[Hello]:
-        """Take the connections of workers, which have all connected; Failed if fewer have."""
+        """Take the connections of workers, which have all connected; return who they are.
+
+        Raises:
+            Failed: fewer have.
+        """
         self._listening.settimeout(PATIENCE)
         found: list[Hello] = []
         for _ in range(count):
@@ -68,7 +85,11 @@ class Ranks:
         return found
 
     def register(self, offset: int, size: int) -> None:
-        """Have every worker register a range; Failed if one has not, and others let go of it."""
+        """Have every worker register a committed range.
+
+        Raises:
+            Failed: one has not; the others have deregistered it, unless one did not answer.
+        """
         try:
             self._all(REGISTER, offset, size)
         except Failed:
@@ -76,7 +97,11 @@ class Ranks:
             raise
 
     def deregister(self, offset: int, size: int) -> None:
-        """Have every worker deregister a range, or Failed: then it must stay committed."""
+        """Have every worker deregister a range, where it has.
+
+        Raises:
+            Failed: one has not, so that the range must stay committed.
+        """
         self._all(DEREGISTER, offset, size)
 
     def close(self) -> None:
@@ -124,7 +149,16 @@ class Ranks:
 
 
 class Rank:
-    """A worker's end, whose registrar does what it is asked to in a thread of its own."""
+    """A worker's end.
+
+    Args:
+        path: of its engine's socket.
+        registrar: does what it is asked to; it is called in a thread of its own.
+        about: what the engine has to know about its part of the tier.
+
+    Raises:
+        OSError: the engine is gone.
+    """
 
     def __init__(self, path: Path, registrar: Registrar, about: bytes = b"") -> None:
         self._registrar = registrar

@@ -30,18 +30,32 @@ _limit = struct.Struct("<8sQQ")
 
 
 class Owner(NamedTuple):
-    """What an engine has, in bytes; times are on the monotonic clock."""
+    """What an engine has.
 
-    committed: int  # are, or are about to be, memory
-    resident: int  # of blocks in them
+    Attributes:
+        committed: bytes that are, or are about to be, memory.
+        resident: bytes of blocks in them.
+        ceiling: bytes that the engine may have at most.
+        floor: bytes that it may have, and keep, whatever the others need.
+        extent: bytes of its extents.
+        coldest: when the coldest of its extents was used last, on the monotonic clock; 0 if it has
+            none.
+        looked: when it looked at the ledger last, on the monotonic clock.
+        namespace: the pid namespace of its processes.
+        name: of the model, for people.
+        reuse: chunks that it finds for each that it stores.
+    """
+
+    committed: int
+    resident: int
     ceiling: int
-    floor: int  # that it may have, and keep, whatever the others need
+    floor: int
     extent: int
-    coldest: float  # when the coldest of its extents was used last; 0 if it has none
-    looked: float  # when it looked at the ledger last
-    namespace: int  # the pid namespace of its processes
-    name: str  # of the model, for people
-    reuse: float = 1.0  # chunks that it finds for each that it stores
+    coldest: float
+    looked: float
+    namespace: int
+    name: str
+    reuse: float = 1.0
 
     @property
     def lends(self) -> int:

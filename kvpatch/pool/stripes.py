@@ -1,8 +1,11 @@
 """Where a tier's chunks are in its file, if each rank has them region by region.
 
 SimpleCPUOffloadConnector has a dense tensor of CPU blocks for each region of the KV cache, on each
-rank: an extent is a range of each. Elsewhere in the pool offsets are nominal, as if chunks were one
-behind the other. Chunk ``n`` is block ``n + 1``: vLLM's null block 0 has no memory.
+rank. An extent is then a range of each of them. Everything else of the pool counts chunks as if
+they were one behind the other: offsets and sizes there are nominal, and become ranges here.
+
+The CPU block 0 is vLLM's null block, which is never copied: chunk ``n`` is block ``n + 1``, and
+block 0 is address space without memory.
 """
 
 from __future__ import annotations
@@ -14,13 +17,23 @@ from math import gcd, lcm
 
 
 class Stripes:
-    """The layout of a tier's file: ``blocks`` of each rank, with the null one, by region."""
+    """The layout of a tier's file.
+
+    Args:
+        blocks: CPU blocks of each rank, with the null block.
+        regions: bytes of a block in each region, which are the same on every rank.
+        ranks: how many.
+
+    Attributes:
+        chunk_bytes: of a block, in all regions of all ranks.
+        multiple: as many chunks, or a multiple of them, begin and end at pages in every region.
+        size: bytes of the file.
+    """
 
     def __init__(self, blocks: int, regions: tuple[int, ...], ranks: int) -> None:
         self.blocks, self.regions = blocks, regions
-        self.chunk_bytes = sum(regions) * ranks  # of a block, in all regions of all ranks
+        self.chunk_bytes = sum(regions) * ranks
         page = mmap.PAGESIZE
-        # As many chunks, or a multiple of them, begin and end at pages in every region.
         self.multiple = lcm(*(page // gcd(page, size) for size in regions))
         self._first: list[int] = []  # of each region, where block 1 begins in the rank's part
         end = 0
@@ -54,7 +67,11 @@ def pack(regions: tuple[int, ...]) -> bytes:
 
 
 def unpack(told: bytes) -> tuple[int, ...]:
-    """Return what ``pack`` was given, or raise struct.error."""
+    """Return what ``pack`` was given.
+
+    Raises:
+        struct.error: it is something else.
+    """
     return struct.unpack(f"<{len(told) // 8}Q", told)
 
 

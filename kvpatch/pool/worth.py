@@ -1,8 +1,9 @@
 """What an engine's extents are worth beside those of others: their age, and how much is found.
 
-By age alone, who stores much and finds little evicts what others would find. So an age is divided
-by the square root of what is found for each chunk that is stored, and an engine with no more than
-an equal part of the pool counts for younger. Chosen by simulation: ``scripts/bench sharing``.
+One order by age over all engines is wrong where one of them stores much and finds little: it
+evicts what another one would find. So an age is divided by the square root of how many chunks are
+found for each that is stored, and an engine that has no more than an equal part of the pool counts
+for younger. The figures were chosen by simulation, see ``scripts/bench sharing``.
 """
 
 from __future__ import annotations
@@ -19,7 +20,13 @@ EQUAL = 0.4
 
 
 class Reuse:
-    """How many chunks were found for each that was stored; the older, the less they count."""
+    """How many chunks were found for each that was stored; the older, the less they count.
+
+    Nothing here is safe for threads; the caller has a lock.
+
+    Args:
+        clock: seconds.
+    """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -51,5 +58,12 @@ class Reuse:
 
 
 def age(seconds: float, rate: float, has: int, part: float) -> float:
-    """Return how old extents count, in seconds, of who ``has`` bytes, beside an equal ``part``."""
+    """Return how old extents count among those of other engines, in seconds.
+
+    Args:
+        seconds: since they were used.
+        rate: chunks that their engine finds for each that it stores.
+        has: bytes that it has committed.
+        part: bytes of an equal part of the pool.
+    """
     return seconds / math.sqrt(rate) * (EQUAL if has <= part else 1.0)

@@ -17,7 +17,14 @@ def start() -> None:
 
 
 def verify() -> None:
-    """Stop vLLM, which calls this as a plug-in, if ``KVPATCH`` is set and kvpatch came too late."""
+    """Stop vLLM if ``KVPATCH`` is set and kvpatch was not loaded before vllm.
+
+    vLLM calls this as a plug-in, through its entry point group. It patches and imports
+    nothing: it is too late to switch kvpatch on.
+
+    Raises:
+        RuntimeError: nothing of vLLM is patched in this process.
+    """
     if os.environ.get("KVPATCH", "").strip().lower() in OFF_VALUES:
         return
     activation = sys.modules.get("kvpatch.activation")
@@ -33,7 +40,11 @@ def verify() -> None:
 
 
 class _RefuseVllm:
-    """Stops vllm's import, and not a look-up of it, if kvpatch itself cannot be imported."""
+    """Stops vllm, and nothing else, if kvpatch itself cannot be imported.
+
+    The module is found and then refused, so that programs can still look up whether vllm
+    is installed. The traceback is kept, because it shows the cause.
+    """
 
     def __init__(self, cause: BaseException) -> None:
         self._cause = cause

@@ -1,4 +1,9 @@
-"""The gauges of an API server while no step is made: they follow its engines' status pages."""
+"""The gauges of an API server while no step is made: they follow its engines' status pages.
+
+An engine sends its stats with the outputs of a step. Its memory changes without one as well:
+kvcached reserves pages on a thread of its own, from the start on, a limit is lowered, and another
+engine of a host pool takes memory.
+"""
 
 from __future__ import annotations
 

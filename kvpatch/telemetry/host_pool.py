@@ -1,4 +1,7 @@
-"""What is told of an engine's part in a host pool, without the pool's code."""
+"""What is told of an engine's part in a host pool.
+
+The pool's code is imported only by engines that have one, and the metrics by all.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,11 @@
 """Keeping a process's page up to date, without delaying its own thread.
 
-An engine's page is written twice per second by a separate thread (about 0.1 ms), so that a stuck
-one is visible. No error of publishing ends a process, which goes on without a page.
+An engine's page is written twice per second by a separate thread: a busy engine is not
+slowed (a write takes about 0.1 ms), an idle one is still visible as running, and a stuck
+one as stuck, which a write per step could not show. Pages that do not change, those of the
+frontend and the workers, are written once.
+
+No error of publishing ends a process: it is logged, and the process goes on without a page.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The last refusals of a user, for ``kvpatch status``; no error here replaces one."""
+"""The last refusals of a user, for ``kvpatch status``: a few lines in shared memory.
+
+A refusal is raised in any case; nothing here may put another error in its place.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Blocks that an engine has computed, in a table that forgets: its answers may be too small."""
+"""Blocks that an engine has computed: which of them a tier without a limit would still have.
+
+A table of fixed size with one place for each hash, where a later one takes the place of an earlier
+one: no lists, nothing is moved, and what is forgotten makes the answer smaller, never larger. A
+block costs about a microsecond.
+"""
 
 from __future__ import annotations
 

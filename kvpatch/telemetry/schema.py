@@ -1,7 +1,8 @@
 """The types of a page's content: what a reader of pages may rely on.
 
-A page may be of another build, or of somebody who wants to confuse root: a field may be missing or
-unknown, and one that is there has the type that is written here.
+A page may be of another build of kvpatch, or of somebody who wants to confuse root's
+``kvpatch status --all``. Readers tolerate fields that are missing and fields that they do not
+know; a field that is there has the type that is written here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The metrics that an engine sends to the API servers, inside vLLM's own stats.
 
-vLLM sends the stats of a step to one of its API servers. So counters are sent as increments, which
-the servers' series sum up; gauges with the time they were read, and the most recent is shown.
+vLLM sends the stats of a step to one of its API servers. So counters are sent as increments
+since the last message, which the servers' series sum up; gauges are sent as values with
+the time they were read, and the most recent value is shown.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
 """The status page of a process: a small file in shared memory that only its user can read.
 
-A file and not a socket, because a page can be read while its process is busy, stuck in a call that
-holds the GIL, or dead: the cases in which it is needed. The format of the header never changes; the
-body is JSON in the protocol of the version that wrote it.
+A file and not a socket, because a page can be read while its process is busy, stuck in a
+call that holds the GIL, or dead: the cases in which it is needed.
+
+The format of the header never changes, so that every kvpatch can identify a page that it
+cannot read; the body is JSON in the protocol of the version that wrote it.
 """
 
 from __future__ import annotations

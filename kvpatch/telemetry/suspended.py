@@ -1,4 +1,7 @@
-"""What is told of memory that an engine lends or gave back, without the code of suspensions."""
+"""What is told of the memory that an engine lends, and of what it gave back, for whatever reason.
+
+The code of suspensions is imported only by engines that have one, and the metrics by all.
+"""
 
 from __future__ import annotations
 

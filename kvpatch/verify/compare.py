@@ -1,4 +1,7 @@
-"""Answers against plain vLLM's: tokens, and log-probabilities up to the first other one."""
+"""Answers against plain vLLM's: tokens, and how far log-probabilities are apart.
+
+After the first token that differs two answers continue different texts, and are not compared.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The phases of a run, each until what it is for was seen: compute, evict, restore, press, give."""
+"""The phases of a run: the engine computes, evicts, restores, is pressed, and gives back.
+
+Each phase goes on until what it is for has been seen, or for as many rounds as it has.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The prompts: conversations of random words, the same in every run, whatever was answered."""
+"""The prompts: conversations of random words, the same in every run.
+
+A later turn of a conversation begins with the earlier ones, so that its blocks are found again.
+No prompt depends on an answer: two servers get the same prompts even if they answer differently.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,13 @@
 """``python -m kvpatch.ascend probe``: what the emulator cannot say of a machine with an NPU.
 
-The emulator does what documents say; the probe asks the device, without an engine, and writes a
-verdict for this machine. On an NPU kvpatch starts only where it is right (KVP603).
+The emulator follows the published documents, so that it cannot show what a device does where they
+say nothing. The probe asks the device, in a minute and without an engine, and writes a verdict for
+this machine. On an NPU kvpatch starts only where it is right (KVP603).
+
+acl        the calls of the ACL runtime that it makes
+questions  what it asks, each in a process of its own
+asking     the processes, and what their answers come to
+verdict    the file of the verdict, and for what it holds
 """
 
 from __future__ import annotations

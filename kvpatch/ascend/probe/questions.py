@@ -1,4 +1,7 @@
-"""What the probe asks a device, each in a process of its own, which prints its answer in JSON."""
+"""What the probe asks a device. Each question runs in a process of its own: ``python -m ... NAME``.
+
+Its answer is the last line that the process prints, as JSON.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""The verdict of the probe, and for what it holds; nothing of the device is called to compare."""
+"""The verdict of the probe: files beside those of ``kvpatch verify``, and for what one holds.
+
+It holds for the packages, the ACL runtime, the driver and the kind of device that were asked, and
+for the probe's own code. Nothing of the device is called to compare them: vLLM's platform is to
+start the runtime first.
+"""
 
 from __future__ import annotations
 

@@ -1,1 +1,4 @@
-"""Computation on the emulated NPU, a test device: what torch computes on the host."""
+"""Computation on the emulated NPU, for engines of vllm-ascend on the ACL emulator.
+
+A test device: what it computes is what torch computes on the host, at no speed of any device.
+"""

@@ -1,4 +1,8 @@
-"""The parts of torch that kvcached's setup.py reads, which rejects a torch without CUDA."""
+"""The parts of torch that kvcached's setup.py reads, to build it against the host device.
+
+This directory precedes the real torch on PYTHONPATH for that one build: on a machine
+without a GPU the real torch has no CUDA version, and kvcached's setup.py rejects it.
+"""
 
 from __future__ import annotations
 

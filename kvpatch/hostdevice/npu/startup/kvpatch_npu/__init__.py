@@ -1,4 +1,7 @@
-"""Computes on the emulated NPU with torch_npu; outside kvpatch, which importing switches on."""
+"""Computes on the emulated NPU in every process that imports torch_npu.
+
+No package inside of kvpatch, because importing that switches its patches on.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""The operators of torch_npu, vllm-ascend and ATB that a dense model needs, as documented."""
+"""The operators of torch_npu, vllm-ascend and ATB that a dense model needs, in torch.
+
+Each does what the published documentation says of it, on the host's view of the same bytes, for
+the arguments that vllm-ascend passes; another argument is an error. Every operator that is not
+here stays what it is without an NPU: an error of the emulator.
+"""
 
 from __future__ import annotations
 
