@@ -35,11 +35,7 @@ def _entries(group: str) -> tuple[metadata.EntryPoint, ...]:
 
 
 def features() -> tuple[Feature, ...]:
-    """Return the features that are not kvpatch's own, by their names.
-
-    Raises:
-        ImportError: a distribution was built for another kvpatch, or its code cannot be imported.
-    """
+    """Return the features that are not kvpatch's own; ImportError if built for another kvpatch."""
     found: list[Feature] = []
     for entry in sorted(_entries(FEATURES), key=lambda one: one.name):
         beside = entry.dist
@@ -87,12 +83,7 @@ def of_npus() -> bool:
 
 
 def refusal(on_cpu: bool, environment: Mapping[str, str]) -> Refusal | None:
-    """Return why vLLM does not start, or None: it needs a distribution that is not installed.
-
-    Args:
-        on_cpu: vLLM computes on a CPU.
-        environment: may ask for the host device, whatever vLLM computes on.
-    """
+    """Return why vLLM does not start, or None: it needs a distribution that is not installed."""
     lacking = absent()
     if NPU_DISTRIBUTION in lacking and of_npus():
         return Refusal(

@@ -14,15 +14,7 @@ if TYPE_CHECKING:
 
 
 class Variable:
-    """One environment variable.
-
-    Attributes:
-        name: its name in the environment.
-        meaning: its effect, for the documentation.
-        unset: the effect of leaving it unset, for the documentation.
-        parse: what reads its value, and raises a ValueError for one that it cannot read; None
-            if every value is one.
-    """
+    """One environment variable, and what it does, set and unset, for the documentation."""
 
     __slots__ = ("meaning", "name", "parse", "unset")
 
@@ -32,7 +24,7 @@ class Variable:
         self.name = name
         self.meaning = meaning
         self.unset = unset
-        self.parse = parse
+        self.parse = parse  # None if every value is one
 
     def read(self, environment: Mapping[str, str] = os.environ) -> str:
         """Return its value without surrounding whitespace; empty if unset."""
@@ -63,42 +55,26 @@ _BYTES = {"": 1, "b": 1} | {
 
 
 def boolean(text: str) -> bool:
-    """Return whether ``text`` means on.
-
-    Raises:
-        ValueError: it means neither on nor off.
-    """
+    """Return whether ``text`` means on; ValueError if neither on nor off."""
     if text.lower() not in ON_VALUES + OFF_VALUES:
         raise ValueError("it means neither on nor off; use 1 or 0")
     return text.lower() in ON_VALUES
 
 
 def seconds(text: str) -> float:
-    """Return a duration: a number of seconds above 0, without a unit.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """Return a number of seconds above 0, without a unit, or raise ValueError."""
     return _above_zero(
         _number(text, _SECONDS), "it is not a number of seconds; use for example 10 or 0.5"
     )
 
 
 def duration(text: str) -> float:
-    """Return a duration in seconds: a number above 0, of seconds or with a unit.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """Return seconds above 0, of a number with a unit or without, or raise ValueError."""
     return _above_zero(_number(text, _TIMES), "it is not a duration; use for example 30s or 5min")
 
 
 def size(text: str) -> int:
-    """Return a size in bytes: a number above 0, of bytes or with a unit.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """Return bytes above 0, of a number with a unit or without, or raise ValueError."""
     number = _number(text, _BYTES)
     if number >= 1 << 62:
         raise ValueError("no machine has as much memory; use for example 2GiB or 512MiB")
@@ -106,11 +82,7 @@ def size(text: str) -> int:
 
 
 def whole(text: str) -> int:
-    """Return a whole number, read as kvcached reads its settings.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """Return a whole number, read as kvcached reads its settings, or raise ValueError."""
     try:
         return int(text)
     except ValueError:
@@ -118,11 +90,7 @@ def whole(text: str) -> int:
 
 
 def number(text: str) -> float:
-    """Return a number, read as kvcached reads its settings.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """Return a number, read as kvcached reads its settings, or raise ValueError."""
     try:
         return float(text)
     except ValueError:
@@ -130,11 +98,7 @@ def number(text: str) -> float:
 
 
 def page_size(text: str) -> int:
-    """Return kvcached's page size in MiB.
-
-    Raises:
-        ValueError: kvcached has no such page.
-    """
+    """Return kvcached's page size in MiB; ValueError if it has no such page."""
     size = whole(text)
     if size <= 0 or size % 2:
         raise ValueError("it is not a multiple of 2; use for example 2 or 64")
@@ -142,11 +106,7 @@ def page_size(text: str) -> int:
 
 
 def fraction(text: str) -> float:
-    """Return a number above 0, up to 1.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """Return a number above 0, up to 1, or raise ValueError."""
     try:
         part = float(text)
     except ValueError:
@@ -157,12 +117,7 @@ def fraction(text: str) -> float:
 
 
 class Share:
-    """A size, or a part of another size.
-
-    Attributes:
-        size: bytes; 0 if it is a part.
-        part: above 0, up to 1; 0 if it is a size.
-    """
+    """A size in bytes, or a part, above 0 and up to 1, of another size; the other one is 0."""
 
     __slots__ = ("part", "size")
 
@@ -176,11 +131,7 @@ class Share:
 
 
 def share(text: str) -> Share:
-    """Return a size, or a part: ``8GiB`` or ``25%``.
-
-    Raises:
-        ValueError: it is neither.
-    """
+    """Return a size, or a part: ``8GiB`` or ``25%``, or raise ValueError."""
     number, percent, rest = text.partition("%")
     if not percent:
         return Share(size(text), 0.0)
@@ -191,11 +142,7 @@ def share(text: str) -> Share:
 
 
 def pool(text: str) -> tuple[int, str]:
-    """Return the size in bytes and the name of a pool: ``64GiB``, or ``64GiB@name``.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """Return the size in bytes and the name of a pool: ``64GiB``, or ``64GiB@name``."""
     amount, at, name = text.partition("@")
     if at and not (name.isascii() and name.isalnum() and len(name) <= 32):
         raise ValueError("its name is not of letters and digits; use for example 64GiB@chat")
@@ -203,11 +150,7 @@ def pool(text: str) -> tuple[int, str]:
 
 
 def engines_pool(text: str) -> tuple[int, str]:
-    """Return a pool with room for a part of a CPU tier; its limit may be lower later.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """Return a pool with room for a part of a CPU tier; its limit may be lower later."""
     found = pool(text)
     if found[0] < 1 << 20:  # 64 is 64 bytes
         raise ValueError("no part of a CPU tier is as small; use for example 64GiB")
@@ -221,7 +164,6 @@ def _above_zero(number: float, otherwise: str) -> float:
 
 
 def _number(text: str, units: Mapping[str, float]) -> float:
-    """Return a decimal number in its unit; 0 if it is none."""
     import re  # here, because this module is imported in every process
 
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]*)", text)
@@ -333,11 +275,7 @@ def of_a_service(name: str) -> bool:
 
 
 def unknown(environment: Mapping[str, str] = os.environ) -> Iterator[tuple[str, str]]:
-    """Iterate over variables that have kvpatch's prefix and are none of its own.
-
-    Yields:
-        The name, and the variable that is probably meant, or nothing.
-    """
+    """Iterate over variables with kvpatch's prefix that are none of its own, and what is meant."""
     prefix = f"{SWITCH}_"
     ours = [one.name for one in OURS]
     found = [name for name in environment if name.startswith(prefix) and name not in ours]

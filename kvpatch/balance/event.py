@@ -14,25 +14,16 @@ from kvpatch.telemetry.printable import printable
 
 @dataclass(frozen=True)
 class Event:
-    """One thing that happened.
+    """One thing that happened."""
 
-    Attributes:
-        at: seconds since the epoch.
-        name: the engine; empty for something about all of them.
-        what: ``limit``, ``refused``, ``appeared``, ``ended``, ``silent``, ``answers``, ``left``
-            or ``note``.
-        why: a reason, or the whole sentence of a note.
-        before, limit: of a limit, in bytes.
-        dry: it was not done, because it was a dry run.
-    """
-
-    at: float
-    name: str
+    at: float  # seconds since the epoch
+    name: str  # the engine; empty for something about all of them
+    # ``limit``, ``refused``, ``appeared``, ``ended``, ``silent``, ``answers``, ``left``, ``note``.
     what: str
-    why: str = ""
-    before: int = 0
+    why: str = ""  # a reason, or the whole sentence of a note
+    before: int = 0  # of a limit, in bytes
     limit: int = 0
-    dry: bool = False
+    dry: bool = False  # it was not done, because it was a dry run
 
     @classmethod
     def of(cls, at: float, move: Move, dry: bool, refused: str = "") -> Event:
@@ -47,27 +38,17 @@ class Event:
         return printable(f"{clock} {self._sentence()}")
 
     def _sentence(self) -> str:
-        sizes = f"{readable(self.before)} -> {readable(self.limit)}"
-        if self.what == "limit":
-            would = "would be " if self.dry else ""
-            return f"{self.name}: {would}{sizes}, because {self.why}"
-        if self.what == "refused":
-            return (
-                f"{self.name}: stays at {readable(self.before)}, and not "
-                f"{readable(self.limit)}: {self.why}"
-            )
-        if self.what == "appeared":
-            return f"{self.name}: is here, with {readable(self.limit)} at most"
-        if self.what == "ended":
-            return f"{self.name}: has ended"
-        if self.what == "silent":
-            return f"{self.name}: keeps {readable(self.limit)}: {self.why}"
-        if self.what == "left":
-            more = f"; {self.why}" if self.why else ""
-            return f"{self.name}: is left with {readable(self.limit)} at most{more}"
-        if self.what == "answers":
-            return f"{self.name}: answers again"
-        return f"{self.name}: {self.why}" if self.name else self.why
+        before, limit = readable(self.before), readable(self.limit)
+        said = {
+            "limit": f"{'would be ' * self.dry}{before} -> {limit}, because {self.why}",
+            "refused": f"stays at {before}, and not {limit}: {self.why}",
+            "appeared": f"is here, with {limit} at most",
+            "ended": "has ended",
+            "silent": f"keeps {limit}: {self.why}",
+            "left": f"is left with {limit} at most" + (f"; {self.why}" if self.why else ""),
+            "answers": "answers again",
+        }.get(self.what, self.why)
+        return f"{self.name}: {said}" if self.name else said
 
     @property
     def json(self) -> str:

@@ -35,12 +35,7 @@ class Busy(RuntimeError):
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Be the only balance of this user on this machine; a killed one is none.
-
-    Raises:
-        Busy: there is one, or the folder of claims is locked.
-        OSError: the folder of claims cannot be used.
-    """
+    """Be the only balance of this user on this machine, or raise Busy; a killed one is none."""
     try:
         claim = claims.take("balance", "")
     except claims.Taken as taken:
@@ -58,31 +53,13 @@ def alone() -> Iterator[None]:
 
 
 def set_limit(found: Found, size: int, patience: float) -> int:
-    """Set an engine's limit, unless somebody else has set one since it was seen.
-
-    Returns:
-        The limit that it has.
-
-    Raises:
-        control.Refused: it does not take it, or has not answered in time.
-    """
+    """Set an engine's limit unless another was set since it was seen; return that which it has."""
     assert found.handle is not None
     return found.handle.limit(size, revision=found.revision + 1, patience=patience).limit
 
 
 class Balance:
-    """Moves limits between engines.
-
-    Args:
-        options: what the operator wants.
-        tell: called with everything that happens.
-        dry: whether limits are not set.
-        settings: of the policy.
-        look, set_limit, unheard, clock, wall: what a test replaces.
-
-    Attributes:
-        found: the engines of the last look, by name.
-    """
+    """Moves limits between engines, and tells everything that happens; a test replaces the rest."""
 
     def __init__(
         self,
@@ -98,7 +75,7 @@ class Balance:
         wall: Callable[[], float] = time.time,
     ) -> None:
         self.options = options or Options()
-        self.found: dict[str, Found] = {}
+        self.found: dict[str, Found] = {}  # of the last look, by name
         self._tell, self._dry = tell, dry
         self._settings = settings or Settings()
         # Some looks later an engine is alone: until then its prefix cache may fill its limit.
@@ -116,11 +93,7 @@ class Balance:
         self._would: dict[str, tuple[int, str]] = {}  # what a dry run has said
 
     def run(self, stop: threading.Event | None = None, rounds: int | None = None) -> None:
-        """Balance until ``stop`` is set, or for some rounds.
-
-        Raises:
-            private.Unsafe: the folder of the engines' sockets cannot be used.
-        """
+        """Balance until ``stop`` is set, or for some rounds."""
         stop = stop or threading.Event()
         while not stop.is_set():
             begun = self._clock()
@@ -221,7 +194,6 @@ class Balance:
         return self._sizes[device]
 
     def _do(self, move: Move, patience: float) -> None:
-        """Set a limit, and say how that went."""
         found = self.found.get(move.name)
         if found is None or not found.engine.answers:
             return  # since the plan was made
@@ -275,7 +247,6 @@ class Balance:
         return replace(found, engine=engine)
 
     def _say_would(self, moves: Iterable[Move], device: str) -> None:
-        """Say what would be done, once."""
         would = {move.name: (move.limit, move.why) for move in moves}
         for move in moves:
             if self._would.get(move.name) != would[move.name]:

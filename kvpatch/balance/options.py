@@ -23,18 +23,11 @@ class Wrong(ValueError):
 
 @dataclass(frozen=True)
 class Options:
-    """What a balance keeps to.
+    """What a balance keeps to."""
 
-    Attributes:
-        terms: by kvcached's name of an engine, the name of its model, or ``*``.
-        every: seconds between two looks.
-        memory: bytes of a device that its engines may map together; None for what is free there,
-            and what they have.
-    """
-
-    terms: Mapping[str, Terms] = field(default_factory=dict)
-    every: float = 1.0
-    memory: int | None = None
+    terms: Mapping[str, Terms] = field(default_factory=dict)  # by name, or ``*``
+    every: float = 1.0  # seconds between two looks
+    memory: int | None = None  # of a device, in bytes; None for what is free and theirs
 
     def terms_of(self, name: str, models: Iterable[str] = ()) -> Terms:
         """Return the terms of an engine."""
@@ -51,11 +44,7 @@ class Options:
 
 
 def read(path: Path) -> Options:
-    """Return the options of a file.
-
-    Raises:
-        Wrong: it cannot be read, or has a setting that cannot be used.
-    """
+    """Return the options of a file; Wrong if it cannot be read, or a setting cannot be used."""
     if sys.version_info < (3, 11):
         raise Wrong(f"{path} cannot be read: a file needs Python 3.11; use options instead")
     import tomllib
@@ -73,11 +62,7 @@ def read(path: Path) -> Options:
 
 
 def of(said: Mapping[str, Any]) -> Options:
-    """Return the options that a file's content says.
-
-    Raises:
-        Wrong: a setting is not known, or cannot be used.
-    """
+    """Return the options that a file's content says; Wrong if a setting cannot be used."""
     _known(said, ("every", "memory", "engines"), "")
     options = Options()
     if "every" in said:
@@ -95,16 +80,7 @@ def of(said: Mapping[str, Any]) -> Options:
 
 
 def with_(terms: Terms, name: str, given: Mapping[str, Any]) -> Terms:
-    """Return terms with some of their parts set.
-
-    Args:
-        terms: before.
-        name: its engine's, for a sentence.
-        given: of ``floor``, ``ceiling``, ``priority`` and ``lends``, as an operator writes them.
-
-    Raises:
-        Wrong: one cannot be used.
-    """
+    """Return terms with the parts set that an operator gives; Wrong if one cannot be used."""
     for part in ("floor", "ceiling"):
         if part in given:
             size = _parsed(environ.size, given[part], f"the {part} of {name}")

@@ -21,11 +21,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
 from kvpatch.balance.records import Engine, Move, Past, Plan, Settings, Terms, rounded_up
 from kvpatch.sizes import readable
 
 _USUAL = Settings()
+
+
+class _Seen(NamedTuple):
+    """What a plan is made of: the engines that answer, and by name what each wants, and was."""
+
+    ours: list[Engine]
+    room: int
+    wanted: Mapping[str, tuple[int, int, int]]
+    then: Mapping[str, Past]
+    now: float
+    settings: Settings
+
+    def page(self, one: Engine) -> int:
+        return one.page or self.settings.page
 
 
 def plan(
@@ -36,16 +51,7 @@ def plan(
     terms: Callable[[str], Terms] = lambda name: Terms(),
     settings: Settings = _USUAL,
 ) -> Plan:
-    """Return who gets how much of a device, and what is to be done for it now.
-
-    Args:
-        engines: of one device.
-        device: bytes that all of them may map together.
-        past: of the plan before it; empty at first.
-        now: seconds of any clock that does not go back.
-        terms: what the operator wants of the engine of a name.
-        settings: how memory is moved.
-    """
+    """Return who gets how much of a device, and what is to be done for it ``now``, on any clock."""
     by_name = sorted(engines, key=lambda one: one.name)
     longest = {one.name: min(one.least, one.most) for one in by_name}
     seen = [_now(one, lends(one, terms(one.name)), settings) for one in by_name]
@@ -56,7 +62,8 @@ def plan(
     wanted = {
         one.name: _wanted(one, then[one.name].peak, terms(one.name), settings) for one in ours
     }
-    shares = _shares(ours, room, then, terms, wanted, settings)
+    looked = _Seen(ours, room, wanted, then, now, settings)
+    shares = _shares(looked, terms)
     notes = []
     floors = sum(least for least, _, _ in wanted.values())
     if ours and floors > room:
@@ -68,9 +75,9 @@ def plan(
                 f"the ceiling of {one.name} is less than one of its requests needs, "
                 f"{readable(least)}"
             )
-    limits = _limits(ours, room, shares, wanted, then, now, settings)
+    limits = _limits(looked, shares)
     moves = sorted(
-        (_move(one, limits, wanted[one.name], then, ours, device) for one in ours),
+        (_move(one, looked, limits, device) for one in ours),
         key=lambda move: (move.raises, move.name),
     )
     changed = tuple(move for move in moves if move.limit != move.before)
@@ -98,14 +105,7 @@ def _now(one: Engine, lends: bool, settings: Settings) -> Engine:
 
 
 def grants(moves: Iterable[Move], engines: Iterable[Engine], device: int, page: int) -> list[Move]:
-    """Return which engines get how much, once others have given what they could.
-
-    Args:
-        moves: of a plan; those that lower a limit were carried out, as far as that was possible.
-        engines: as they are after that.
-        device: bytes that all of them may map together.
-        page: bytes to which limits are rounded of engines that do not say how large a page is.
-    """
+    """Return which engines get how much, once others have given what they could of the moves."""
     now = {one.name: one for one in engines}
     free = max(0, device - sum(one.held for one in now.values()))
     wanted = [
@@ -132,7 +132,6 @@ def grants(moves: Iterable[Move], engines: Iterable[Engine], device: int, page: 
 def _remember(
     seen: list[Engine], past: Mapping[str, Past], now: float, settings: Settings
 ) -> dict[str, Past]:
-    """Return what is to be remembered of the engines that are there."""
     found: dict[str, Past] = {}
     new = []
     for one in seen:
@@ -167,17 +166,10 @@ def _wanted(one: Engine, peak: float, terms: Terms, settings: Settings) -> tuple
     return least, least if one.suspended else need, most
 
 
-def _shares(
-    ours: list[Engine],
-    room: int,
-    then: Mapping[str, Past],
-    terms: Callable[[str], Terms],
-    wanted: Mapping[str, tuple[int, int, int]],
-    settings: Settings,
-) -> dict[str, int]:
-    """Return what each engine would have if moving were free."""
+def _shares(seen: _Seen, terms: Callable[[str], Terms]) -> dict[str, int]:
+    ours, wanted = seen.ours, seen.wanted
     weight = {one.name: max(terms(one.name).priority, 1e-6) for one in ours}
-    left = float(max(0, room))
+    left = float(max(0, seen.room))
     have = dict.fromkeys(wanted, 0.0)
 
     def give(upto: Callable[[str], float], by: Mapping[str, float]) -> None:
@@ -189,20 +181,15 @@ def _shares(
 
     give(lambda name: wanted[name][0], weight)
     give(lambda name: wanted[name][1], weight)
-    rates = {name: weight[name] * then[name].rate for name in have}
+    rates = {name: weight[name] * seen.then[name].rate for name in have}
     most = {one.name: wanted[one.name][0 if one.suspended else 2] for one in ours}
     give(most.__getitem__, rates)
     give(most.__getitem__, weight)  # nobody has found anything yet
-    return {one.name: _rounded(have[one.name], one.page or settings.page) for one in ours}
+    return {one.name: _rounded(have[one.name], seen.page(one)) for one in ours}
 
 
 def _fill(room: float, wanted: Mapping[str, tuple[float, float]]) -> dict[str, float]:
-    """Share ``room`` by weight, to none more than it wants.
-
-    Args:
-        room: what there is.
-        wanted: for each name what it wants, and its weight; without a weight it gets nothing.
-    """
+    """Share ``room`` by weight, to none more than it wants; without a weight it gets nothing."""
     got = dict.fromkeys(wanted, 0.0)
     open_ = {name for name, (size, weight) in wanted.items() if size > 0 and weight > 0}
     while open_ and room > 0:
@@ -225,23 +212,16 @@ def _alike(room: float, wanted: Mapping[str, float]) -> dict[str, float]:
     return _fill(room, {name: (size, size) for name, size in wanted.items()})
 
 
-def _limits(
-    ours: list[Engine],
-    room: int,
-    shares: Mapping[str, int],
-    wanted: Mapping[str, tuple[int, int, int]],
-    then: Mapping[str, Past],
-    now: float,
-    settings: Settings,
-) -> dict[str, int]:
+def _limits(seen: _Seen, shares: Mapping[str, int]) -> dict[str, int]:
     """Return the limits that are to be set now: steps towards the shares that are worth it."""
+    ours, settings = seen.ours, seen.settings
     limits = {one.name: one.limit for one in ours}
-    pages = {one.name: one.page or settings.page for one in ours}
+    pages = {one.name: seen.page(one) for one in ours}
     gets: dict[str, int] = {}
     pressed = entitled = False
     for one in ours:
-        least, need, most = wanted[one.name]
-        share = shares[one.name]
+        least, need, most = seen.wanted[one.name]
+        share, then = shares[one.name], seen.then[one.name]
         if one.limit > most:
             limits[one.name] = most  # more than it may have, or can use
             continue
@@ -251,19 +231,19 @@ def _limits(
             pressed = pressed or waits
             entitled = entitled or (waits and share >= need)
         full = one.mapped >= settings.full * one.limit
-        known = now - then[one.name].since >= settings.learn
-        rested = now - then[one.name].lowered >= settings.rest
+        known = seen.now - then.since >= settings.learn
+        rested = seen.now - then.lowered >= settings.rest
         worth = share - one.limit >= settings.least_move * one.limit
         if full and known and rested and worth:
             gets[one.name] = share - one.limit
-    free = room - sum(max(limits[one.name], one.mapped) for one in ours)
+    free = seen.room - sum(max(limits[one.name], one.mapped) for one in ours)
     short = sum(gets.values()) - free
     if short > 0:
-        gives = _gives(ours, limits, shares, wanted, then, now, pressed, entitled, free, settings)
+        gives = _gives(seen, limits, shares, pressed, entitled or free < 0)
         for name, size in _alike(short, gives).items():
             # Rounded down: what is left over stays with nobody.
             limits[name] = _rounded(limits[name] - size, pages[name])
-    free = room - sum(
+    free = seen.room - sum(
         max(limits[one.name], one.mapped if limits[one.name] >= one.limit else 0) for one in ours
     )
     for name, size in _alike(max(0, free), gets).items():
@@ -272,46 +252,32 @@ def _limits(
 
 
 def _gives(
-    ours: list[Engine],
+    seen: _Seen,
     limits: Mapping[str, int],
     shares: Mapping[str, int],
-    wanted: Mapping[str, tuple[int, int, int]],
-    then: Mapping[str, Past],
-    now: float,
     pressed: bool,
     entitled: bool,
-    free: int,
-    settings: Settings,
 ) -> dict[str, float]:
-    """Return what each engine could give."""
     gives = {}
-    for one in ours:
+    for one in seen.ours:
         # What is below one request is nobody's to give: it may be the last look that is taken.
-        request = one.one_request(one.page or settings.page)
+        request = one.one_request(seen.page(one))
         over = limits[one.name] - max(shares[one.name], request)
-        rested = now - then[one.name].raised >= settings.rest
-        worth = over >= settings.least_move * limits[one.name]
+        rested = seen.now - seen.then[one.name].raised >= seen.settings.rest
+        worth = over >= seen.settings.least_move * limits[one.name]
         # Between two that both lack memory it would go back and forth. Limits that promise more
         # than there is are lowered.
-        spare = shares[one.name] >= wanted[one.name][1]
-        at_once = free < 0 or entitled or (pressed and spare)
+        spare = shares[one.name] >= seen.wanted[one.name][1]
+        at_once = entitled or (pressed and spare)
         if over > 0 and (at_once or (rested and worth)):
             gives[one.name] = float(over)
     return gives
 
 
-def _move(
-    one: Engine,
-    limits: Mapping[str, int],
-    wanted: tuple[int, int, int],
-    then: Mapping[str, Past],
-    ours: Iterable[Engine],
-    device: int,
-) -> Move:
-    """Return a move with its reason."""
-    _, need, most = wanted
-    limit = limits[one.name]
-    others = [other for other in ours if other is not one]
+def _move(one: Engine, seen: _Seen, limits: Mapping[str, int], device: int) -> Move:
+    _, need, most = seen.wanted[one.name]
+    limit, then = limits[one.name], seen.then
+    others = [other for other in seen.ours if other is not one]
     if limit > one.limit:
         if one.waiting and one.limit < need:
             why = f"{one.waiting} of its requests wait"

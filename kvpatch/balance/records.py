@@ -12,59 +12,34 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Terms:
-    """What an operator wants of an engine.
+    """What an operator wants of an engine."""
 
-    Attributes:
-        floor: it always may map so much.
-        ceiling: it never may map more; None for what it started with.
-        priority: how much it counts when there is not enough for all.
-        lends: whether others may have a part of what one of its longest requests needs, while none
-            of its requests waits; None if it stores what it gives.
-    """
-
-    floor: int = 0
-    ceiling: int | None = None
-    priority: float = 1.0
+    floor: int = 0  # it always may map so much
+    ceiling: int | None = None  # it never may map more; None for what it started with
+    priority: float = 1.0  # how much it counts when there is not enough for all
+    # Whether others may have a part of what one of its longest requests needs, while none of its
+    # requests waits; None if it stores what it gives.
     lends: bool | None = None
 
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine as it was seen.
-
-    Attributes:
-        name: kvcached's, which is its own.
-        born: something that is different for another engine of the same name, as its start is.
-        limit: bytes that it may map, or may again when it is resumed.
-        mapped: bytes that it has mapped.
-        most: bytes that it started with, which it cannot exceed.
-        least: bytes of one request of the longest length; below it requests wait for ever.
-        needs: bytes for the requests that it has, those that wait included.
-        running, waiting: those requests.
-        found: bytes of KV that prompts found on the device or in the tier, since it started; None
-            if it does not tell.
-        answers: whether it can be told another limit now.
-        suspended: whether it is suspended; it has nothing mapped and needs nothing, and what it may
-            map when it is resumed can be another's once that is less.
-        page: bytes of its pages, to which its limits are rounded; 0 for those of the settings.
-        lends: whether it stores what it gives, and takes back what one request needs when nobody
-            controls it any more.
-    """
+    """An engine as it was seen; of its sizes in bytes, ``most`` is what it started with."""
 
     name: str
-    limit: int
+    limit: int  # that it may map, or may again when it is resumed
     mapped: int
     most: int
-    least: int = 0
-    needs: int = 0
+    least: int = 0  # one request of the longest length; below it requests wait for ever
+    needs: int = 0  # for the requests that it has, those that wait included
     running: int = 0
     waiting: int = 0
-    found: float | None = None
-    answers: bool = True
-    suspended: bool = False
-    born: int = 0
-    page: int = 0
-    lends: bool = False
+    found: float | None = None  # bytes that prompts found since its start; None if unknown
+    answers: bool = True  # whether it can be told another limit now
+    suspended: bool = False  # nothing is mapped; what it may map again is lent if it is less
+    born: int = 0  # different for another engine of the same name, as its start is
+    page: int = 0  # to which its limits are rounded; 0 for that of the settings
+    lends: bool = False  # stores what it gives, and takes back one request's if alone
 
     @property
     def held(self) -> int:
@@ -78,67 +53,36 @@ class Engine:
 
 @dataclass(frozen=True)
 class Settings:
-    """How memory is moved.
+    """How memory is moved."""
 
-    Attributes:
-        page: bytes to which limits are rounded of engines that do not say how large a page is.
-        memory_of: seconds after which what an engine found counts half.
-        least_move: part of a limit below which a move is not worth its copies.
-        learn: seconds for which an engine is looked at before it gets more for prefixes.
-        rest: seconds for which an engine that got memory does not give it back, nor the other
-            way round, unless requests wait.
-        full: part of its limit that an engine has to have mapped before it gets more for prefixes.
-        spare: part of the need of requests that is added to it, for the tokens that they make.
-        peak_of: seconds after which a need that has passed counts half: more requests of the kind
-            are likely to come.
-        lent: part of what a longest request needs that an engine lends, whose operator says so; a
-            page is kept of all of it.
-    """
-
-    page: int = 2 << 20
-    memory_of: float = 300.0
-    least_move: float = 0.05
-    learn: float = 30.0
-    rest: float = 10.0
-    full: float = 0.9
-    spare: float = 0.25
-    peak_of: float = 10.0
-    lent: float = 1.0
+    page: int = 2 << 20  # to which limits are rounded where an engine tells no page
+    memory_of: float = 300.0  # seconds after which what an engine found counts half
+    least_move: float = 0.05  # part of a limit below which a move is not worth its copies
+    learn: float = 30.0  # seconds that an engine is looked at before it gets more for prefixes
+    rest: float = 10.0  # seconds between moves to and from an engine without waiting requests
+    full: float = 0.9  # part of its limit that is mapped before it gets more for prefixes
+    spare: float = 0.25  # part of the need of requests, added for the tokens that they make
+    peak_of: float = 10.0  # seconds after which a past need counts half: it may return
+    lent: float = 1.0  # part of what a longest request needs, but a page, where told to lend
 
 
 @dataclass(frozen=True)
 class Past:
-    """What is remembered of an engine.
+    """What is remembered of an engine; times are in seconds of any clock."""
 
-    Attributes:
-        born: of which engine of the name.
-        seen: when it was last seen, in seconds of any clock.
-        found: its counter then.
-        rate: bytes per second that it found; the older, the less they count.
-        peak: the most bytes that its requests needed; the older, the less.
-        since: when it was first seen.
-        raised, lowered: when its limit last went up and down.
-    """
-
-    born: int
+    born: int  # of which engine of the name
     seen: float
-    found: float | None = None
-    rate: float = 0.0
-    peak: float = 0.0
-    since: float = -math.inf
-    raised: float = -math.inf
+    found: float | None = None  # its counter when it was last seen
+    rate: float = 0.0  # bytes per second that it found; the older, the less they count
+    peak: float = 0.0  # the most bytes that its requests needed; the older, the less
+    since: float = -math.inf  # when it was first seen
+    raised: float = -math.inf  # when its limit last went up, and down
     lowered: float = -math.inf
 
 
 @dataclass(frozen=True)
 class Move:
-    """Another limit for an engine, and why.
-
-    Attributes:
-        name: the engine.
-        before, limit: bytes that it may map now, and that it is to have.
-        why: the reason, as the end of a sentence.
-    """
+    """Another limit for an engine, in bytes, and why, as the end of a sentence."""
 
     name: str
     before: int
@@ -153,19 +97,12 @@ class Move:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be done now.
+    """What is to be done now."""
 
-    Attributes:
-        moves: the limits that change; who gives comes before who gets.
-        shares: what each engine would have if moving were free.
-        past: to be given back with the next look.
-        notes: what is not as the operator wants it, a sentence each.
-    """
-
-    moves: tuple[Move, ...]
-    shares: Mapping[str, int]
-    past: Mapping[str, Past]
-    notes: tuple[str, ...] = field(default=())
+    moves: tuple[Move, ...]  # who gives comes before who gets
+    shares: Mapping[str, int]  # what each engine would have if moving were free
+    past: Mapping[str, Past]  # to be given back with the next look
+    notes: tuple[str, ...] = field(default=())  # sentences on what is not as wanted
 
     def limit(self, one: Engine) -> int:
         """Return the limit that an engine is to have."""

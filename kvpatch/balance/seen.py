@@ -26,25 +26,15 @@ NEVER = -1  # in place of when an engine was born, if it has never answered
 
 @dataclass(frozen=True)
 class Found:
-    """An engine, as the policy has it and as it can be asked.
-
-    Attributes:
-        engine: for the policy.
-        device: the name of its devices.
-        free: bytes of them that nobody has mapped.
-        models: the names of the model that it serves.
-        why_not: why it does not say what it needs; empty if it does.
-        handle: to ask it; None in tests of others.
-        revision: of its limit.
-    """
+    """An engine, as the policy has it and as it can be asked."""
 
     engine: Engine
-    device: str
-    free: int = 0
+    device: str  # the name of its devices
+    free: int = 0  # bytes of them that nobody has mapped
     models: tuple[str, ...] = ()
-    why_not: str = ""
+    why_not: str = ""  # why it does not say what it needs; empty if it does
     handle: control.Engine | None = field(default=None, compare=False)
-    revision: int = 0
+    revision: int = 0  # of its limit
 
 
 def look(
@@ -52,16 +42,7 @@ def look(
     alone: Mapping[str, int] = MappingProxyType({}),
     controls: float | None = None,
 ) -> dict[str, Found]:
-    """Return the engines of this user that listen, by name.
-
-    Args:
-        before: the look before it: an engine that does not answer now is what it was then.
-        alone: the limits that they are to have without a controller, by name.
-        controls: seconds for which the caller sees to their limits; None if it only looks.
-
-    Raises:
-        private.Unsafe: the folder of their sockets is another user's, or open to others.
-    """
+    """Return this user's engines that listen; silent ones as they were, told what is controlled."""
     hits = found_tokens()
     by_path = {one.handle.path: one for one in before.values() if one.handle is not None}
     seen = client.of_each(lambda path: _one(path, by_path.get(path), hits, alone, controls))
@@ -96,10 +77,7 @@ def _one(
 
 
 def unknown(path: Path) -> Found:
-    """Return an engine that has never answered, as far as its pool in /dev/shm tells.
-
-    A socket is named after the pool.
-    """
+    """Return an engine that has never answered, by its pool in /dev/shm, which names its socket."""
     name, limit = path.name, 0
     for pool in claims.BASE.iterdir():
         if protocol.path_of(pool.name) == path:
@@ -124,14 +102,7 @@ def of(
     hits: Mapping[str, int],
     before: Found | None = None,
 ) -> Found:
-    """Return an engine from what it says.
-
-    Args:
-        handle: with its description.
-        demand: what it needs.
-        hits: tokens that prompts found, by the engine's name.
-        before: the look before it, for what is not in ``demand``.
-    """
+    """Return an engine from what it says, and what its prompts found, in tokens by engine."""
     said = handle.said
     born = int(said.get("started") or said.get("pid", 0))
     least, longest = int(demand.get("least", 0)), int(demand.get("longest", 0))
@@ -169,10 +140,7 @@ def silent(found: Found, why: str) -> Found:
 
 
 def found_tokens() -> dict[str, int]:
-    """Return the tokens of prompts that were found, on the device or in the tier, by engine.
-
-    By its kvcached name: an engine of another pid namespace may have the same pid.
-    """
+    """Return the tokens that prompts found anywhere, by kvcached name: pids have namespaces."""
     return {
         seen.page.content["engine"].get("pool", ""): hits.get("device", 0)
         + hits.get("tier", 0)  # what came from a disk included
@@ -182,11 +150,7 @@ def found_tokens() -> dict[str, int]:
 
 
 def unheard(known: Iterable[str]) -> dict[str, str]:
-    """Return the running engines without a socket, by name, with a sentence on each.
-
-    Args:
-        known: names of those with one.
-    """
+    """Return the running engines without a known socket, by name, with a sentence on each."""
     names = set(known)
     found = {}
     for seen in _engines():

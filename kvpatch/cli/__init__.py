@@ -46,10 +46,7 @@ COMMANDS: tuple[Command, ...] = (
 
 
 def operator_environment() -> dict[str, str]:
-    """Return the environment as the operator set it.
-
-    Importing kvpatch switches it on for child processes, which no subcommand intends.
-    """
+    """Return the environment without what importing kvpatch set for child processes."""
     environment = dict(os.environ)
     if bootstrap.switched_on_by_import:
         environment.pop(SWITCH.name, None)

@@ -119,10 +119,7 @@ def run(options_: argparse.Namespace) -> int:
 
 
 def restore(tell: Callable[[Event], None]) -> int:
-    """Set the first limit of every engine again; return 1 if one does not take it.
-
-    Those that get less come first.
-    """
+    """Set the first limits again, those that get less first; return 1 if one does not take it."""
     taken = True
     found = [one for one in seen.look({}).values() if one.handle and one.handle.first]
     if not found:
@@ -151,11 +148,7 @@ def leave(before: Mapping[str, Found], tell: Callable[[Event], None]) -> None:
 
 
 def read(given: argparse.Namespace) -> Options:
-    """Return the options of a command line, which come before those of its file.
-
-    Raises:
-        Wrong: one cannot be used.
-    """
+    """Return the options of a command line, which come before those of its file."""
     found = options.read(given.config) if given.config else Options()
     said = {name: getattr(given, name) for name in ("memory", "every") if getattr(given, name)}
     found = replace(

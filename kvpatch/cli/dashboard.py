@@ -30,11 +30,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def content(name: str) -> str:
-    """Return one of the files.
-
-    Raises:
-        FileNotFoundError: it is not installed.
-    """
+    """Return one of the files, or raise FileNotFoundError."""
     for folder in FOLDERS:
         if (folder / name).is_file():
             return (folder / name).read_text()

@@ -55,10 +55,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def text(found: list[Finding]) -> str:
-    """Return the report: the findings by topic, and a summary line.
-
-    Findings quote names of files, which anybody may have chosen.
-    """
+    """Return the report: the findings, which may quote anybody's file names, and a summary line."""
     lines = []
     topics = list(dict.fromkeys(finding.topic for finding in found))
     for topic in topics:

@@ -22,12 +22,7 @@ _NONE = "-"
 
 
 def table(seen: list[Seen], width: int | None = None) -> str:
-    """Return the engines as a table, and below it what does not run as it should.
-
-    Args:
-        seen: the processes.
-        width: characters of a line of the terminal; None for none, as of a pipe.
-    """
+    """Return the engines as a table of some width, and below it what does not run as it should."""
     engines = [one for one in seen if is_shown(one)]
     parts = []
     if engines:

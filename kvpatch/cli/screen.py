@@ -9,7 +9,6 @@ import sys
 import termios
 import time
 import tty
-from types import TracebackType
 from typing import Any
 
 _HOME, _END_OF_LINE, _BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
@@ -18,10 +17,7 @@ _QUIT = b"qQ\x04"  # and end of file
 
 
 class Screen:
-    """The terminal's second screen, which leaves what was on the first one as it was.
-
-    Lines are written over those before, so that nothing flickers; what does not fit is cut.
-    """
+    """The terminal's second screen: lines are written over those before, and cut to its size."""
 
     def __enter__(self) -> Screen:
         self._before: list[Any] | None = None
@@ -31,12 +27,7 @@ class Screen:
         sys.stdout.write(_OTHER)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         sys.stdout.write(_BACK)
         sys.stdout.flush()
         if self._before is not None:

@@ -29,13 +29,7 @@ PORT = 8000  # vLLM's own
 
 
 class Model(NamedTuple):
-    """One model that is asked for.
-
-    Attributes:
-        path: as it was given.
-        shape: its KV cache.
-        weights: bytes of its weights on each rank; 0 where they are not there.
-    """
+    """One model that is asked for; weights are bytes on each rank, 0 where they are not there."""
 
     path: Path
     shape: Shape
@@ -49,11 +43,7 @@ class Model(NamedTuple):
 
 
 def _size(text: str) -> int:
-    """Return a size in bytes; vLLM's own options count GiB where there is no unit.
-
-    Raises:
-        argparse.ArgumentTypeError: it is none, or as small as if its unit was forgotten.
-    """
+    """Return a size in bytes; a number alone is of GiB to vLLM, and refused if it is too small."""
     number = parsed(environ.size, text)
     if number < 1 << 20:
         raise argparse.ArgumentTypeError(f"{text} is {readable(number)}; use for example 64GiB")
@@ -104,7 +94,9 @@ def run(options: argparse.Namespace) -> int:
     page = (environ.page_size(KVCACHED_PAGE_SIZE_MB.read() or "2")) << 20
     device = options.device or (environ.size(HOST_DEVICE.read()) if HOST_DEVICE.read() else 0)
     said = [figures(one, options, page) for one in models]
-    left = left_of(models, device) if device else None
+    # What weights leave of a device for KV caches.
+    beside = int(device * USABLE) - sum(one.weights for one in models)
+    left = max(0, beside) if device else None
     tiers = [tier_of(options, one) for one in said]
     commands = [command(models, at, options, page, left, tiers[at]) for at in range(len(models))]
     if options.json:
@@ -173,11 +165,6 @@ def asked(shape: Shape, tokens: int, requests: int, page: int) -> dict[str, int]
         "device_bytes": shape.on_device(tokens, requests, page),
         "tier_bytes": shape.in_tier(tokens, requests),
     }
-
-
-def left_of(models: list[Model], device: int) -> int:
-    """Return the bytes of a device that the weights of all models leave for KV caches."""
-    return max(0, int(device * USABLE) - sum(one.weights for one in models))
 
 
 def text(model: Model, said: dict[str, Any]) -> str:

@@ -143,14 +143,7 @@ def last_refusals(recent: list[dict[str, Any]]) -> list[str]:
 
 
 def block(seen: Seen, told: dict[str, int] | None = None) -> str:
-    """Return the lines about one process; a single line if it does not run.
-
-    What a page may leave out is left out; nothing of it reaches the terminal but text.
-
-    Args:
-        seen: the process.
-        told: the process that was the first to have features; gets those of this one.
-    """
+    """Return the lines about one process; ``told`` has the process that was first with features."""
     if seen.state not in reader.WELL or seen.page is None:
         return printable(seen.line)
     content = seen.page.content
@@ -165,19 +158,13 @@ def block(seen: Seen, told: dict[str, int] | None = None) -> str:
     lines = [
         *([("state", seen.line)] if seen.line else ()),
         ("features", features if first == seen.pid else f"those of pid {first}"),
-        *verified_lines(content),
+        *([("verified", f"here on {date}")] if (date := content.get("verified")) else ()),
         *engine_lines(engine),
     ]
     off = content.get("off") or engine.get("off")
     if off:
         lines.append(("counting", f"off, because of an error of kvpatch's own: {off}"))
     return "\n".join([printable(head), *(f"  {name:<10}{printable(what)}" for name, what in lines)])
-
-
-def verified_lines(content: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield when a process's command was verified, as a pair of a name and a text."""
-    if content.get("verified"):
-        yield "verified", f"here on {content['verified']}"
 
 
 def engine_lines(engine: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -286,19 +273,14 @@ def hits_line(engine: dict[str, Any]) -> str:
     device, looked_up = hits.get("device", 0), queries.get("device", 0)
     tier = hits.get("tier", 0)
     disk, lost = hits.get("disk", 0), engine.get("lost_tokens", 0)
+    seconds, rate = engine.get("saved_seconds", 0), engine.get("prefill_rate", 0)
+    saved = f"; the tier saved {seconds:.1f} s of prefill, at {rate:.0f} tokens/s"
     return (
         f"of {looked_up} prompt tokens {device} were on the device, {tier} came from the tier"
         f"{f' ({disk} of them from disk)' if disk else ''}, {looked_up - device - tier} were "
-        f"computed{f', {lost} of them not for the first time' if lost else ''}{saved(engine)}"
+        f"computed{f', {lost} of them not for the first time' if lost else ''}"
+        f"{saved if seconds and rate else ''}"
     )
-
-
-def saved(engine: dict[str, Any]) -> str:
-    """Return the prefill that hits of the tiers made needless; nothing where none is known."""
-    seconds, rate = engine.get("saved_seconds", 0), engine.get("prefill_rate", 0)
-    if not seconds or not rate:
-        return ""
-    return f"; the tier saved {seconds:.1f} s of prefill, at {rate:.0f} tokens/s"
 
 
 def disk_lines(engine: dict[str, Any]) -> Iterator[str]:

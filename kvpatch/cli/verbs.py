@@ -38,13 +38,7 @@ def name_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def do(options: argparse.Namespace, verb: Verb, goes_on: str) -> int:
-    """Do something to the engine that is named; print how it ended, and return the exit code.
-
-    Args:
-        options: with ``name`` and ``json``.
-        verb: what is done.
-        goes_on: what the engine does although nobody waits for it any longer.
-    """
+    """Do something to the named engine, which ``goes_on`` if nobody waits; return the code."""
     engine = None
     try:
         engine = find(options.name)

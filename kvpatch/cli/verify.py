@@ -63,22 +63,18 @@ def run(options: argparse.Namespace) -> int:
 
     command = tuple(options.words[1:] if options.words[:1] == ["--"] else options.words)
     if not command:
-        print("kvpatch verify: no command was given; put it after --")
-        return 2
+        return bad("no command was given; put it after --")
     environment = cli.operator_environment()
     if shutil.which(command[0], path=environment.get("PATH")) is None:
-        print(f"kvpatch verify: there is no command {command[0]} on PATH; activate its environment")
-        return 2
+        return bad(f"there is no command {command[0]} on PATH; activate its environment")
     folder = options.logs or Path(tempfile.mkdtemp(prefix="kvpatch-verify-"))
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()):
-        print(f"kvpatch verify: {folder} is not empty")
-        return 2
+        return bad(f"{folder} is not empty")
     try:
         where = options.verdicts or verdicts.own_folder()
     except OSError as error:
-        print(f"kvpatch verify: {error} (--verdicts)")
-        return 2
+        return bad(f"{error} (--verdicts)")
     say(shlex.join(masking.command(command)))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and not without ending the command
     for probe in distributions.probes():
@@ -102,3 +98,9 @@ def run(options: argparse.Namespace) -> int:
         print(f"verdict: {verdicts.write(where, content)}")
     print(f"logs: {folder}")
     return CODES[word]
+
+
+def bad(why: str) -> int:
+    """Say why a command cannot be verified; return the exit code of bad options."""
+    print(f"kvpatch verify: {why}")
+    return 2

@@ -27,15 +27,7 @@ def examine(
     try_import: bool | None = None,
     words: Sequence[str] = (),
 ) -> list[Finding]:
-    """Run every check.
-
-    Args:
-        settings: the environment variables that vLLM would be started with.
-        try_import: also import vllm with kvpatch on, which takes seconds; None for where no
-            problem was found before.
-        words: a command, after variables that it sets, whose options and configuration are
-            examined too, in place of the import; empty for none.
-    """
+    """Run every check, of a command too if there are words; else, if none failed, import vllm."""
     try:
         from kvpatch.doctor import (
             command,

@@ -18,11 +18,7 @@ SECONDS = 300
 
 
 def split(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Return the variables that a command line sets, and its command.
-
-    Args:
-        words: as ``env NAME=VALUE vllm serve``, with ``env`` or without.
-    """
+    """Return the variables that ``[env] NAME=VALUE vllm serve`` sets, and its command."""
     rest, settings = list(words), {}
     if rest[:1] == ["env"]:
         rest = rest[1:]
@@ -35,13 +31,7 @@ def split(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
 def check(
     command: Sequence[str], settings: Mapping[str, str], known: Collection[str] = ()
 ) -> list[Finding]:
-    """Ask whether a command would start.
-
-    Args:
-        command: without variables.
-        settings: the environment that it would be started with.
-        known: codes of refusals that were found before, which are not said again.
-    """
+    """Ask whether a command would start, but for refusals that are known."""
     try:
         words = would_start.words_of(command)
     except ValueError as error:
@@ -78,10 +68,7 @@ def explained(what: str, logged: str) -> str:
 
 
 def readable_only(settings: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment without values that nothing can read, and with kvpatch on.
-
-    Each of those is a finding of its own, and the rest is to be seen with them.
-    """
+    """Return an environment without unreadable values, each a finding already, and kvpatch on."""
     left = dict(settings)
     for variable in (*OURS, *KVCACHED):
         value = variable.read(settings)

@@ -17,21 +17,13 @@ class Level(str, Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of a report.
-
-    Attributes:
-        topic: the part of the report it belongs to.
-        level: its severity.
-        what: the finding, as a sentence without a full stop.
-        remedy: what to do about it, as an imperative; empty if there is nothing to do.
-        code: the code of the refusal that vLLM would end with; empty if it is none.
-    """
+    """One line of a report."""
 
     topic: str
     level: Level
-    what: str
-    remedy: str = ""
-    code: str = ""
+    what: str  # a sentence without a full stop
+    remedy: str = ""  # an imperative; empty if there is nothing to do
+    code: str = ""  # of the refusal that vLLM would end with; empty if it is none
 
     def as_dict(self) -> dict[str, str]:
         """Return it for JSON."""

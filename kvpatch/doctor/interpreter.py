@@ -16,14 +16,7 @@ _WITHOUT_CURRENT_FOLDER = "import sys; getattr(sys.flags, 'safe_path', False) or
 def run(
     python: str, code: str, environment: Mapping[str, str], seconds: float
 ) -> subprocess.CompletedProcess[str]:
-    """Run ``code`` in ``python``, with nothing of the current folder on its path.
-
-    What it publishes, its refusals too, is nobody's whose engines ``kvpatch status`` shows.
-
-    Raises:
-        OSError: it cannot be started.
-        subprocess.TimeoutExpired: it takes longer than ``seconds``.
-    """
+    """Run ``code`` in ``python``, with nothing of the current folder, and no status for others."""
     with tempfile.TemporaryDirectory(prefix="kvpatch-doctor-") as folder:
         return subprocess.run(
             [python, "-c", _WITHOUT_CURRENT_FOLDER + code],

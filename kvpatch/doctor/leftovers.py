@@ -39,26 +39,15 @@ LIGHT = 1 << 20
 
 
 class Kind(NamedTuple):
-    """One kind of leftover, and how to determine that its engine has exited.
-
-    Attributes:
-        folder, pattern: the location of its files.
-        what: its description.
-        group: a regular expression for the process group in its name, if it has one.
-        pid: the same for a process id.
-        pool: whether it is a pool of kvcached, which no process keeps open, and whose name
-            an operator may have chosen (KVCACHED_IPC_NAME).
-        ledger: whether it is a ledger of the host device or its lock, which no process keeps open;
-            the ledger has the processes.
-    """
+    """One kind of leftover, and how to determine that its engine has exited."""
 
     folder: Path
     pattern: str
     what: str
-    group: str = ""
-    pid: str = ""
-    pool: bool = False
-    ledger: bool = False
+    group: str = ""  # a regular expression for the process group in its name, if it has one
+    pid: str = ""  # the same for a process id
+    pool: bool = False  # kvcached's, which no process keeps open, perhaps KVCACHED_IPC_NAME
+    ledger: bool = False  # the host device's, or its lock, which no process keeps open
 
 
 POOL = struct.Struct("qqq")  # kvcached's limit, bytes used and bytes reserved
@@ -78,31 +67,17 @@ LOGS = Kind(TMP, "kvpatch-verify-*", "logs of kvpatch verify")
 
 @dataclass(frozen=True)
 class Leftover:
-    """One file or folder whose engine has exited, or may have.
-
-    Attributes:
-        path: its path.
-        folder: the shared folder that it is in.
-        what: its description.
-        owner: the user it belongs to.
-        bytes: the memory or disk space that it occupies.
-        mine: whether this user may remove it.
-        certain: whether its engine is known to have exited; the processes of another user,
-            and of a container that shares the folder, cannot be inspected.
-        chosen: whether it is a pool under a name that an operator chose, and so that of an engine
-            without kvpatch, which claims no name.
-        inode: which file it was when it was looked at.
-    """
+    """One file or folder whose engine has exited, or may have."""
 
     path: Path
-    folder: Path
+    folder: Path  # the shared one that it is in
     what: str
     owner: str
-    bytes: int
-    mine: bool
-    certain: bool
-    chosen: bool
-    inode: int
+    bytes: int  # of memory or disk
+    mine: bool  # whether this user may remove it
+    certain: bool  # its engine is known to have exited; others' cannot be inspected
+    chosen: bool  # a pool under an operator's name, and so of an engine that claims none
+    inode: int  # when it was looked at
 
     @property
     def sure(self) -> bool:
@@ -159,12 +134,7 @@ def report(group: list[Leftover]) -> Finding:
 
 
 def find(kinds: Iterable[Kind], me: int | None = None) -> Iterator[Leftover]:
-    """Yield the files that no running process uses.
-
-    Args:
-        kinds: the kinds of leftover to look for.
-        me: the user whose files may be removed; this process's user if None.
-    """
+    """Yield the files that no running process uses; those of ``me``, or this user, are its own."""
     me = os.getuid() if me is None else me
     # All before the processes: what is made while these are read is nobody's leftover.
     candidates = list(_candidates(kinds))
@@ -208,11 +178,7 @@ def _candidates(kinds: Iterable[Kind]) -> Iterator[tuple[Kind, Path, os.stat_res
 
 
 def remove(leftover: Leftover) -> None:
-    """Remove a file, or a folder and what is in it; no link is followed.
-
-    Raises:
-        OSError: it cannot be removed, or its name is another file's by now.
-    """
+    """Remove a file, or a folder and what is in it; no link is followed, nor a name used anew."""
     status = leftover.path.lstat()
     if status.st_ino != leftover.inode:
         raise OSError(errno.EBUSY, "another file has its name by now")
@@ -283,16 +249,10 @@ def _alive(target: int) -> bool:
 
 
 class InUse(NamedTuple):
-    """What processes use.
+    """What processes use."""
 
-    Attributes:
-        paths: that they have open, mapped or bound. An abstract socket is listed by its name
-            behind an ``@``.
-        hidden: the users of Pythons whose paths cannot be read, as of one that is not dumpable.
-    """
-
-    paths: set[str]
-    hidden: set[int]
+    paths: set[str]  # open, mapped or bound; an abstract socket by its name behind an ``@``
+    hidden: set[int]  # users of Pythons whose paths cannot be read (not dumpable)
 
 
 def paths_in_use() -> InUse:
@@ -323,10 +283,7 @@ def paths_in_use() -> InUse:
 
 
 def _users(process: Path) -> set[int]:
-    """Return the users of a process that may be an engine's.
-
-    The folder of one that is not dumpable belongs to root, and says that much to everybody.
-    """
+    """Return the users of a process that may be an engine's, of its status, which all can read."""
     with suppress(OSError):
         if not re.search(rb"python|vllm", (process / "cmdline").read_bytes(), re.IGNORECASE):
             return set()

@@ -36,11 +36,7 @@ def check(settings: Mapping[str, str]) -> list[Finding]:
 
 
 def container(limit: Limit | None) -> Finding:
-    """Return the memory limit of the container.
-
-    Args:
-        limit: the tightest one, or None.
-    """
+    """Return the memory limit of the container."""
     if limit is None:
         return TOPIC.ok("no memory limit of a container")
     what = f"the memory limit of this container is {readable(limit.limit)}, with "
@@ -54,11 +50,7 @@ def available(memory: HostMemory) -> Finding:
 
 
 def locked(limit: int) -> Finding:
-    """Return the limit of locked memory, which is often taken for the reason of a failure.
-
-    Args:
-        limit: ``RLIMIT_MEMLOCK`` in bytes.
-    """
+    """Return the limit of locked memory, which is often taken for the reason of a failure."""
     if limit == resource.RLIM_INFINITY:
         return TOPIC.ok("locked memory is not limited")
     return TOPIC.ok(
@@ -68,13 +60,7 @@ def locked(limit: int) -> Finding:
 
 
 def fits(memory: HostMemory, vllm: Installed, device: str) -> Finding:
-    """Return how large a CPU tier may be before an engine is refused or slowed.
-
-    Args:
-        memory: what is free.
-        vllm: the installed one, which decides where the tier is.
-        device: as in ``Facts``.
-    """
+    """Return how large a CPU tier may be before an engine is refused or slowed."""
     free = memory.free
     ordinary = f"{readable(free)} with SimpleCPUOffloadConnector"
     if cpu_tier.is_shared(vllm, device):

@@ -15,15 +15,7 @@ INITIAL = "pid:[4026531836]"  # the machine's own, PROC_PID_INIT_INO of Linux
 
 
 def all_are_seen(folder: Path, uid: int, proc: Path = PROC) -> bool:
-    """Whether every process that may use files of ``uid`` in ``folder`` is seen here.
-
-    Seen is a process whose id here is the one by which it knows itself.
-
-    Args:
-        folder: the folder of the files, /dev/shm or /tmp.
-        uid: the owner of the files.
-        proc: where Linux shows the processes.
-    """
+    """Whether every process that may use files of ``uid`` in ``folder`` has its own id here too."""
     if os.readlink(proc / "self/ns/pid") != INITIAL:  # noqa: PTH115 - it is no path
         return False
     device = folder.stat().st_dev
@@ -45,7 +37,6 @@ def _in_containers(proc: Path) -> Iterator[Path]:
 
 
 def _may_use(process: Path, folder: Path, device: int, uid: int) -> bool:
-    """Whether a process of a container may use the files."""
     inside = Path(f"{process}/root{folder}")
     try:
         return inside.stat().st_dev == device

@@ -127,10 +127,7 @@ def check_required(facts: Facts) -> list[Finding]:
 def check_features(
     vllm: Installed | None, kvcached: Installed | None, settings: Mapping[str, str]
 ) -> Iterator[Finding]:
-    """Report the features of these versions, and why others would not apply.
-
-    Whether the targets of their patches are there is seen where vllm is imported.
-    """
+    """Report these versions' features, and why others would not apply but for missing targets."""
     gone = [name for name, one in (("vllm", vllm), ("kvcached", kvcached)) if one is None]
     for feature in patches.FEATURES:
         if vllm is None or kvcached is None:

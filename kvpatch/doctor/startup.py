@@ -45,14 +45,7 @@ def check(settings: Mapping[str, str]) -> list[Finding]:
 def check_files(
     folders: Iterable[Path], path: Iterable[str] | None = None, fires: bool = False
 ) -> Iterator[Finding]:
-    """Look for the startup files in the folders that are read, and elsewhere on the path.
-
-    Args:
-        folders: the folders whose startup files the interpreter reads.
-        path: the folders from which modules are imported; ``sys.path`` if None.
-        fires: whether the interpreter runs them: then one in a folder elsewhere on the path is
-            read too, because another startup file adds that folder (``site.addsitedir``).
-    """
+    """Look for the startup files where they are read and, as one that ``fires``, on the path."""
     read = [folder for folder in folders if folder.is_dir()]
     wanted = NAMES[1 if sys.version_info >= (3, 15) else 0]
     for folder in read:
@@ -86,11 +79,7 @@ def check_files(
 
 
 def check_firing(python: str, settings: Mapping[str, str]) -> Finding:
-    """Start ``python`` with the switch on, and check that kvpatch waits for vllm in it.
-
-    Installed startup files do not imply that the interpreter runs them: it may be started
-    with -S or -I, or fail in another startup file.
-    """
+    """Start ``python`` with the switch on, and check that kvpatch waits for vllm in it."""
     try:
         done = interpreter.run(python, PROBE, dict(settings) | {SWITCH.name: "1"}, SECONDS)
         answer = json.loads(done.stdout.splitlines()[-1])

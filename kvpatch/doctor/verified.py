@@ -53,12 +53,7 @@ def check_verdict(verdict: Verdict, digest: Callable[[str], str]) -> Finding:
 
 
 def stale(verdict: Verdict, digest: Callable[[str], str]) -> list[str]:
-    """Return what has changed since a verdict; nothing is imported for it.
-
-    Args:
-        verdict: of any kvpatch.
-        digest: returns that of a package's code.
-    """
+    """Return what has changed since a verdict; nothing is imported for it."""
     changes = []
     then = verdict.combination["versions"]
     now = {name: _version(name) for name in then if name != "python"}

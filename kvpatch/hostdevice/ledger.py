@@ -26,11 +26,7 @@ _SLOTS = 128
 
 
 def device_size(environment: Mapping[str, str] = os.environ) -> int:
-    """Return the size of the device in bytes, a whole number of 2 MiB pages.
-
-    Raises:
-        ValueError: the variable is unset or not a size.
-    """
+    """Return the size of the device in bytes, whole 2 MiB pages; ValueError if unset or no size."""
     text = HOST_DEVICE.read(environment)
     try:
         pages = size(text) // _PAGE
@@ -42,11 +38,7 @@ def device_size(environment: Mapping[str, str] = os.environ) -> int:
 
 
 def require_size(environment: Mapping[str, str] = os.environ) -> int:
-    """Return the size of the device in bytes.
-
-    Raises:
-        Refusal: it has none.
-    """
+    """Return the size of the device in bytes, or raise Refusal."""
     try:
         return device_size(environment)
     except ValueError as error:
@@ -65,11 +57,7 @@ def ledger_path(index: int = 0) -> Path:
 
 
 def usage(index: int = 0) -> dict[int, int]:
-    """Return the bytes of device memory that each running process has mapped, by pid.
-
-    Raises:
-        Unsafe: the ledger is another user's.
-    """
+    """Return the bytes each running process has mapped, by pid; Unsafe if it is another user's."""
     data = _read(index)
     if len(data) < _HEADER.size + _SLOTS * _SLOT.size or _HEADER.unpack_from(data)[0] != _MAGIC:
         return {}
@@ -123,10 +111,6 @@ def copy_permit() -> Iterator[None]:
 
 @contextmanager
 def hold_copies() -> Iterator[None]:
-    """Prevent every copy between the device and the CPU tier from starting, in any process.
-
-    Copies are still accepted and queued, so that transfers stay in flight for as long
-    as a test needs. The hold ends with the block, or with the process.
-    """
+    """Prevent copies from starting, in any process, though not from being queued: for tests."""
     with _hold(fcntl.LOCK_EX):
         yield

@@ -13,11 +13,7 @@ from kvpatch.patch import argument
 
 
 def layers_on_device(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Give vLLM's handlers tensors that are on a device.
-
-    Wraps the constructor of ``CpuGpuOffloadingHandlers``, whose ``gpu_caches`` has a tensor
-    for each layer name.
-    """
+    """Give vLLM's handlers, whose ``gpu_caches`` has one for each layer, tensors on a device."""
     caches = argument(args, kwargs, 3, "gpu_caches")
     moved = {name: cache.as_subclass(DeviceTensor) for name, cache in caches.items()}
     if "gpu_caches" in kwargs:

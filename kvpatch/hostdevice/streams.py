@@ -59,10 +59,7 @@ class Stream:
         _streams.add(self)
 
     def submit(self, copy: Callable[[], None], after: Iterable[Event] = ()) -> Event:
-        """Queue ``copy`` behind everything submitted before and behind ``after``.
-
-        Returns immediately with the event that is recorded when the copy has run.
-        """
+        """Queue ``copy`` behind everything before and ``after``; return the event of its end."""
         event = Event()
         self._last = event
         self._queue.put((copy, tuple(after), event))
@@ -106,11 +103,7 @@ def synchronize() -> None:
 
 @atexit.register
 def _end() -> None:
-    """Let the copies in flight end, and leave out what is queued behind them.
-
-    The interpreter ends a daemon thread when that comes back from a copy, inside of libtorch,
-    which ends the process with SIGABRT.
-    """
+    """Let copies in flight end: a daemon thread that leaves libtorch after that is a SIGABRT."""
     _ending.set()
     for stream in list(_streams):
         stream._queue.put(None)  # also a thread without work has to end

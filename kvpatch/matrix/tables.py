@@ -51,11 +51,7 @@ def describe(cells: Iterable[Cell]) -> list[str]:
 
 
 def summary(found: Mapping[Cell, Verdict], vllm: str, connector: str, feature: str = NONE) -> str:
-    """Return one release, connector and feature in a few words: what starts, or the verdict.
-
-    The verdict of what is refused is that of the first kind of model; a connector that a feature
-    is not combined with has none.
-    """
+    """Return a release, connector and feature in a few words: what starts, or the first verdict."""
     here = {
         cell: verdict
         for cell, verdict in found.items()
@@ -83,10 +79,7 @@ def summary(found: Mapping[Cell, Verdict], vllm: str, connector: str, feature: s
 
 
 def mark(found: Mapping[Cell, Verdict], vllm: str, connector: str) -> str:
-    """Return one release and connector as one mark, over full attention and sliding windows.
-
-    Latent attention and hybrid models are not counted.
-    """
+    """Return one release and connector as one mark, over full attention and sliding windows."""
     kinds = [
         verdict.kind
         for cell, verdict in found.items()
@@ -113,10 +106,6 @@ def on_npus(found: Mapping[tuple[str, Cell], Verdict]) -> list[tuple[str, ...]]:
 
 
 def _together(cells: list[Cell]) -> str:
-    """Return the runners and models of cells, and the layouts unless both are among them.
-
-    Models with the same runners and layouts are listed together.
-    """
     models: dict[tuple[str, ...], list[str]] = {}
     for model in MODELS:
         here = [cell for cell in cells if cell.model == model]
@@ -137,10 +126,7 @@ def summaries(found: Mapping[Cell, Verdict]) -> list[tuple[str, ...]]:
 
 
 def features(found: Mapping[Cell, Verdict]) -> list[tuple[str, ...]]:
-    """Return a line per feature and release in which some of it starts, newest first.
-
-    Its name, the release and a summary per connector.
-    """
+    """Return name, release, and a summary per connector of what starts, newest first."""
     some = {(cell.feature, cell.vllm) for cell, verdict in found.items() if verdict.kind.starts}
     return [
         (name, vllm, *(summary(found, vllm, each, name) for each in CONNECTORS))
@@ -152,11 +138,7 @@ def features(found: Mapping[Cell, Verdict]) -> list[tuple[str, ...]]:
 
 
 def tried(found: Mapping[str, Tried]) -> list[tuple[str, ...]]:
-    """Return a line per setting that is no axis, and per pair, that starts: name, connectors.
-
-    Of each connector the releases on which engines ran with it, and those that are inferred. Kinds
-    of model that start only where they ran have lines of their own.
-    """
+    """Return what is no axis and starts, with releases per connector, that ran or are inferred."""
     columns = list(dict.fromkeys(map(admitted.kind_of, CONNECTORS)))
     return [
         (f"{name}, {model}" if model else name, *map(_ran, there))

@@ -40,44 +40,24 @@ class Moved:
 
 @dataclass
 class Totals:
-    """Sums since the engine started; read from other threads without a lock.
+    """Sums since the engine started; read from other threads without a lock."""
 
-    Attributes:
-        connector: the class of the KV connector, or an empty string.
-        moved_bytes: bytes over all ranks, by outcome ``stored`` or ``loaded``.
-        operations: transfers, or attempts, by outcome.
-        parts: the same for each connector, of which MultiConnector has several.
-        refused: calls that were refused, by one of ``CALLS``.
-        hits, queries: prompt tokens found and looked up, by source ``device`` or ``tier``; of
-            the tier's hits, those that came from a disk are also counted as ``disk``.
-        from_disk: such tokens that are not among the hits yet, up to vLLM 0.31.
-        lost_tokens: prompt tokens that were computed again, as no cache had them any more.
-        prefill_tokens, prefill_seconds: tokens of prompts that were computed, and their part of
-            the time of steps.
-        saved_seconds: prefill that hits of the tier made needless, at the rate of the moment.
-        steps: steps of the engine.
-        stepped: when the last step ended, on the monotonic clock.
-        executed: steps in which the model ran.
-        counts_hits: whether vLLM counts hits; it does not if its stats are disabled.
-        fuse: switches counting off at an error, which must not end the engine.
-    """
-
-    connector: str = ""
-    moved_bytes: Counter[str] = field(default_factory=Counter)
-    operations: Counter[str] = field(default_factory=Counter)
-    parts: dict[str, Moved] = field(default_factory=dict)
-    refused: Counter[str] = field(default_factory=Counter)
-    hits: Counter[str] = field(default_factory=Counter)
-    queries: Counter[str] = field(default_factory=Counter)
-    from_disk: int = 0
-    lost_tokens: int = 0
+    connector: str = ""  # the class; empty without one
+    moved_bytes: Counter[str] = field(default_factory=Counter)  # over all ranks, by outcome
+    operations: Counter[str] = field(default_factory=Counter)  # transfers, or attempts, by outcome
+    parts: dict[str, Moved] = field(default_factory=dict)  # of each connector
+    refused: Counter[str] = field(default_factory=Counter)  # calls, by one of ``CALLS``
+    hits: Counter[str] = field(default_factory=Counter)  # tokens by source
+    queries: Counter[str] = field(default_factory=Counter)  # prompt tokens looked up, by source
+    from_disk: int = 0  # such tokens that are not among the hits yet, up to vLLM 0.31
+    lost_tokens: int = 0  # prompt tokens computed again, as no cache had them any more
     prefill_tokens: int = 0
-    prefill_seconds: float = 0.0
-    saved_seconds: float = 0.0
+    prefill_seconds: float = 0.0  # their part of the time of steps
+    saved_seconds: float = 0.0  # prefill that the tier's hits made needless
     steps: int = 0
-    stepped: float = field(default_factory=time.monotonic)
-    executed: int = 0
-    counts_hits: bool = False
+    stepped: float = field(default_factory=time.monotonic)  # when the last step ended
+    executed: int = 0  # steps in which the model ran
+    counts_hits: bool = False  # vLLM does not if its stats are disabled
     fuse: Fuse = field(default_factory=lambda: Fuse("counting transfers and hits"))
     _scheduled: tuple[int, int] = (0, 0)  # tokens of prompts, and all, since the last step
     _moved: tuple[int, ...] = ()
@@ -112,14 +92,7 @@ class Totals:
         return self.prefill_tokens / self.prefill_seconds if self.prefill_seconds else 0.0
 
     def waits(self, could_move: bool) -> float:
-        """Return for how many seconds nothing has moved; called more often than that.
-
-        An engine whose requests all wait for memory completes thousands of steps per second,
-        in none of which the model runs.
-
-        Args:
-            could_move: whether requests wait and none runs; if not, the time starts again.
-        """
+        """Return for how many seconds nothing has moved, though requests wait and none runs."""
         now = time.monotonic()
         moved = (self.executed, *self.operations.values())
         if not could_move or moved != self._moved:
@@ -127,17 +100,7 @@ class Totals:
         return now - self._moved_at
 
     def moved(self, outcome: str, operations: int, size: int = 0, connector: str = "") -> None:
-        """Add transfers, or attempts.
-
-        Args:
-            outcome: one of ``OUTCOMES``.
-            operations: how many.
-            size: their bytes, over all ranks.
-            connector: whose they are; the engine's if that is not given.
-
-        Raises:
-            ValueError: there is no such outcome.
-        """
+        """Add transfers or attempts, one of ``OUTCOMES``, and their bytes over all ranks."""
         if outcome not in OUTCOMES:
             raise ValueError(f"no outcome {outcome}; there are {', '.join(OUTCOMES)}")
         part = self.parts.setdefault(connector or self.connector, Moved())
@@ -150,10 +113,9 @@ class Totals:
     def add_connector_stats(self, data: dict[str, Any]) -> None:
         """Add the stats of vLLM's OffloadingConnector for one step.
 
-        Args:
-            data: ``OffloadingConnectorStats.data``: values by metric and labels; before
-                vLLM 0.24, transfers by direction. Or ``MultiKVConnectorStats.data``: the
-                stats of each connector inside a MultiConnector, by its name.
+        ``OffloadingConnectorStats.data`` has values by metric and labels; before vLLM 0.24,
+        transfers by direction. ``MultiKVConnectorStats.data`` has the stats of each connector, by
+        its name.
         """
         for connector, own in _by_connector(self.connector, data):
             self._add(connector, own)
@@ -184,10 +146,7 @@ class Totals:
                 self._add_sources(getattr(stats, "hits_by_source", None))
 
     def _add_sources(self, sources: dict[Any, int] | None) -> None:
-        """Add what of the tier's hits came from a disk.
-
-        From vLLM 0.32 on its stats tell; before, a row has counted it in the same step.
-        """
+        """Add what of the tier's hits came from a disk; before vLLM 0.32 a row counts it."""
         if sources is not None:
             self.hits["disk"] += sum(
                 tokens for source, tokens in sources.items() if source.value == "disk"

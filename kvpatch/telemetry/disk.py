@@ -14,16 +14,11 @@ OUTCOMES = ("stored", "loaded", "evicted")
 
 
 class Disk:
-    """The counts of one tier, since its engine started.
-
-    Attributes:
-        errors: by kind.
-        moved_bytes: bytes of blocks, by outcome; a block that has a file is not stored again.
-    """
+    """The counts of one tier, since its engine started."""
 
     def __init__(self) -> None:
-        self.errors: Counter[str] = Counter()
-        self.moved_bytes: Counter[str] = Counter()
+        self.errors: Counter[str] = Counter()  # by kind
+        self.moved_bytes: Counter[str] = Counter()  # by outcome; files are not stored again
         self._lock = threading.Lock()
 
     def failed(self, kind: str) -> None:

@@ -62,10 +62,7 @@ def look(metrics: Metrics) -> None:
 
 
 def number_of(content: dict[str, Any], metrics: Metrics) -> int | None:
-    """Return the engine of a page, by its server's numbers; None if it is not one of those.
-
-    A page of an older kvpatch does not tell: there it is the only one.
-    """
+    """Return the engine of a page, by its server's numbers, or None; of old pages, the only one."""
     engine = content["engine"].get("index")
     if engine is None and len(metrics.engines) == 1:
         (engine,) = metrics.engines

@@ -21,14 +21,11 @@ class Fuse:
     """Switches off what it guards at the first error there: ``with fuse: ...``.
 
     A class, and not a generator, because an engine enters it in every step.
-
-    Attributes:
-        off: the error that switched it off, in words; empty as long as it is on.
     """
 
     def __init__(self, what: str) -> None:
         self._what = what
-        self.off = ""
+        self.off = ""  # the error that switched it off
 
     def __enter__(self) -> None:
         pass

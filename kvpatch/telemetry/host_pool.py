@@ -10,10 +10,6 @@ from typing import NamedTuple
 
 
 class HostPool(NamedTuple):
-    """An engine's part in a pool, kept on its ``EngineCore``.
-
-    Attributes:
-        describe: returns its state; see ``telemetry.schema``.
-    """
+    """An engine's part in a pool, see ``telemetry.schema``; kept on its ``EngineCore``."""
 
     describe: Callable[[], dict[str, object]]

@@ -10,11 +10,7 @@ _DEFAULT = 8000  # of vllm serve
 
 
 def of(pid: int) -> int | None:
-    """Return the port on which the server ``pid`` answers requests.
-
-    A server listens on ports for its engines as well. None if it listens on none, or if that
-    cannot be told from here.
-    """
+    """Return the port on which the server ``pid`` answers requests, not its engines, or None."""
     try:
         process = psutil.Process(pid)
         # net_connections is psutil 6's name.

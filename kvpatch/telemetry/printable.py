@@ -4,12 +4,7 @@ from __future__ import annotations
 
 
 def printable(text: str) -> str:
-    r"""Return ``text`` with every character that is no visible one as ``\x1b`` or ``\u202e``.
-
-    These are the control characters C0 and C1, which move the cursor or set a terminal's
-    title, line ends, characters that change the direction of text, and lone surrogates, which
-    cannot be printed at all.
-    """
+    r"""Return ``text`` with every character that is no visible one as ``\x1b`` or ``\u202e``."""
     if text.isprintable():
         return text
     return "".join(

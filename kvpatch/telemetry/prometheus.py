@@ -32,24 +32,7 @@ class Classes(NamedTuple):
 
 
 class Metrics:
-    """Registers the series, and records the messages of the engines.
-
-    What is counted is there from the start, as 0: Prometheus' ``rate`` does not see the first
-    increment of a series that appears with it.
-
-    Args:
-        classes: what the series are made of.
-        labelnames: vLLM's labels, which come first.
-        per_engine_labelvalues: their values, by engine.
-        facts: the values of the info gauge's own labels, ``series.INFO``; the last one is the
-            connector.
-        features: the state of each feature.
-        configured: the connectors and tiers of the engines.
-
-    Attributes:
-        engines: the labels of each engine, by its number.
-        fuse: switches the series off at an error, which must not end the API server.
-    """
+    """Registers the series, counts at 0 for Prometheus' ``rate``, and records messages."""
 
     def __init__(
         self,
@@ -122,13 +105,7 @@ class Metrics:
                     histogram.observe(value)
 
     def show(self, engine: int, values: Values, at: float) -> None:
-        """Set the gauges of an engine to its values, unless later ones are known.
-
-        Args:
-            engine: its index.
-            values: its gauges.
-            at: when they were read, on the monotonic clock.
-        """
+        """Set the gauges of an engine to its values, unless later ones are known."""
         with self._lock:
             if at > self._as_of.get(engine, 0.0):
                 self._as_of[engine] = at
@@ -141,11 +118,7 @@ class Metrics:
 
 
 def set_as_of(gauge: Any, value: float, when: float) -> None:
-    """Set a gauge to its value at ``when``, in seconds on the monotonic clock.
-
-    Two API servers may process two messages in reverse order, and prometheus_client shows
-    the value that was set last; its own ``set`` takes no timestamp.
-    """
+    """Set a gauge to its value at ``when``: API servers may process messages in reverse order."""
     stored = getattr(gauge, "_value", None)
     if stored is None:  # Ray's gauges have one value for all processes
         gauge.set(value)

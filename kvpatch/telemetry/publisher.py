@@ -73,14 +73,7 @@ def server() -> dict[str, Any] | None:
 
 
 class Publisher:
-    """Publishes one process.
-
-    Args:
-        describe: returns the facts of the process.
-
-    Raises:
-        OSError: the page cannot be created.
-    """
+    """Publishes what is described of one process; OSError if the page cannot be created."""
 
     def __init__(self, describe: Describe) -> None:
         self.pid = os.getpid()
@@ -145,9 +138,7 @@ class Publisher:
             self._try_to_write()
 
     def lose(self) -> None:
-        """Say that an engine of this process has died by itself, for as long as a killed one is
-        told of: without this page it would look as if its server had ended in order.
-        """
+        """Say that an engine died by itself: without a page it would look stopped in order."""
         with self._lock:
             self._lost = True
             self.write()
@@ -235,8 +226,7 @@ def _cannot_show(error: Exception) -> None:
 def sweep(folder: Path) -> None:
     """Remove pages of processes that exited long ago, and files of refusals half written.
 
-    The page of a server stays as long as one of what it started: without it that would look as
-    if its server had ended in order.
+    A server's stays as long as one of what it started: that would look as if it ended in order.
     """
     exited: dict[Path, page.Page] = {}
     needed: set[int] = set()

@@ -64,27 +64,16 @@ def state_of(phase: str) -> State:
 
 
 class Seen(NamedTuple):
-    """One process, as far as this user can see it.
+    """One process, as far as this user can see it."""
 
-    Attributes:
-        pid: the process; 0 if only the folder of another user is known.
-        state: its state.
-        line: the state in one line; empty for a process that runs.
-        page: its last published page, if that can be read.
-    """
-
-    pid: int
+    pid: int  # 0 if only the folder of another user is known
     state: State
-    line: str = ""
-    page: Page | None = None
+    line: str = ""  # empty for a process that runs
+    page: Page | None = None  # the last, if it can be read
 
 
 def all_of(everyone: bool) -> list[Seen]:
-    """Return every process that publishes on this machine.
-
-    Args:
-        everyone: also include other users; only root can read their pages.
-    """
+    """Return every process that publishes on this machine, or also those that only root reads."""
     seen = list(_in_folder(page.folder_of(os.getuid()), os.getuid()))
     if everyone:
         for folder in sorted(page.base().glob("kvpatch-status-*")):

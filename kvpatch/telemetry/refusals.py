@@ -55,10 +55,7 @@ def _remember(sentence: str) -> None:
 
 
 def recent() -> list[dict[str, Any]]:
-    """Return the last refusals of this user, newest last: sentence, pid, at.
-
-    What is no refusal in the file is left out; a file that somebody else made is not read.
-    """
+    """Return the last refusals of this user, newest last, of a file that nobody else made."""
     try:
         folder = page.checked(page.folder_of(os.getuid()), os.getuid())
         return schema.refusals(json.loads(page.contents(folder / _NAME)))[-KEPT:]

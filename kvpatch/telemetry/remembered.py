@@ -15,11 +15,7 @@ SLOTS = 1 << 20
 
 
 class Remembered:
-    """Hashes of blocks, by their first 8 bytes.
-
-    Args:
-        slots: how many there is room for, a power of two.
-    """
+    """Hashes of blocks, by their first 8 bytes, in a number of slots that is a power of two."""
 
     def __init__(self, slots: int = SLOTS) -> None:
         self._last = slots - 1
@@ -39,8 +35,7 @@ class Remembered:
     def prefix(self, hashes: Sequence[bytes]) -> int:
         """Return how many blocks at the beginning of a prompt were computed.
 
-        The hash of a block is one of all blocks before it too: they were computed with it, also
-        where others have taken their places since.
+        A block's hash is one of all before it: they were computed though others took their places.
         """
         slots, last = self._slots, self._last
         for count in range(len(hashes), 0, -1):

@@ -163,11 +163,7 @@ def _fits(value: Any, shape: Any) -> bool:
 
 
 def checked(content: Any) -> dict[str, Any]:
-    """Return the content of a page.
-
-    Raises:
-        ValueError: a field is missing or of another type; its message names it.
-    """
+    """Return the content of a page; ValueError names a field that is missing or of another type."""
     if not isinstance(content, dict):
         raise ValueError("it is not a JSON object")
     wrong = _wrong(content, _REQUIRED) or _wrong(content, _CONTENT)

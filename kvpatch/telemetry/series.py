@@ -22,10 +22,7 @@ KEY = "kvpatch"
 
 
 class Series(NamedTuple):
-    """One series of /metrics: its name without ``vllm:kvpatch_``, labels and help.
-
-    A histogram has the upper bounds of its buckets as well.
-    """
+    """One series of /metrics, without ``vllm:kvpatch_``; a histogram has bounds of buckets."""
 
     name: str
     labels: tuple[str, ...]
@@ -213,17 +210,11 @@ Values = dict[str, list[tuple[list[str], float]]]
 
 
 class Configured(NamedTuple):
-    """What an engine is configured with, by names.
+    """What an engine is configured with, by names."""
 
-    Attributes:
-        connectors: none without one; those inside a MultiConnector, and not itself.
-        disks: the connector and the type of each secondary tier.
-        suspends: whether engines can be suspended, as far as an API server can tell.
-    """
-
-    connectors: tuple[str, ...] = ()
-    disks: tuple[tuple[str, str], ...] = ()
-    suspends: bool = False
+    connectors: tuple[str, ...] = ()  # those inside a MultiConnector, and not itself
+    disks: tuple[tuple[str, str], ...] = ()  # the connector and the type of each secondary tier
+    suspends: bool = False  # whether engines can be suspended, as far as an API server can tell
 
 
 def at_start(configured: Configured) -> dict[str, list[list[str]]]:
@@ -295,7 +286,6 @@ def counters(state: dict[str, Any]) -> Values:
 
 
 def _parts(state: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return what each connector of an engine moved."""
     if not state["connector"]:
         return {}
     whole = {"bytes": state["bytes"], "operations": state["operations"]}
@@ -397,15 +387,7 @@ class Holds:
         self._ended: list[float] = []
 
     def look(self, held: Collection[int], now: float, changes: int | None = None) -> None:
-        """Record the pages that are held at ``now``, on the monotonic clock.
-
-        A page that a reset gave back between two steps has not waited for the next request.
-
-        Args:
-            held: those pages.
-            now: the time.
-            changes: how often pages have begun or ceased to be held; None if it is not known.
-        """
+        """Record the pages that are held ``now``; those given back between steps do not count."""
         if changes is None or changes != self._changes:
             end = min(now, self._looked + self._NEXT)
             for page in self._since.keys() - held:
@@ -421,26 +403,16 @@ class Holds:
 
 
 class Sender:
-    """Builds an engine's messages: the changes since the previous one.
-
-    Attributes:
-        sent: when the last one was sent, on the monotonic clock.
-        more: returns what a feature adds to the engine's state.
-    """
+    """Builds an engine's messages: the changes since the previous one."""
 
     def __init__(self) -> None:
-        self.sent = 0.0
-        self.more: Callable[[], dict[str, Any]] = dict
+        self.sent = 0.0  # when, on the monotonic clock
+        self.more: Callable[[], dict[str, Any]] = dict  # what a feature adds
         self._at = 0.0
         self._sent: dict[tuple[str, ...], float] = {}
 
     def message(self, state: dict[str, Any], held: Sequence[float] = ()) -> dict[str, Any] | None:
-        """Return the next message; None if nothing has changed.
-
-        Args:
-            state: ``snapshot.engine``.
-            held: the seconds of each hold that has ended since the last message.
-        """
+        """Return the next message on ``snapshot.engine`` and ended holds; None for no change."""
         state = state | self.more()
         added = self._changed("counter", counters(state), as_difference=True)
         current = self._changed("gauge", gauges(state), as_difference=False)
@@ -450,11 +422,7 @@ class Sender:
         return {"at": self._now(), "counters": added, "gauges": current, "histograms": observed}
 
     def _now(self) -> float:
-        """Return the time on the monotonic clock, later than that of every message before.
-
-        The status pages have it too, and all processes of a machine have the same. On a clock that
-        steps back, the servers would show the gauges of the time before until it has caught up.
-        """
+        """Return the time on the monotonic clock, later than that of every message before."""
         self._at = max(time.monotonic(), math.nextafter(self._at, math.inf))
         return self._at
 

@@ -50,14 +50,7 @@ class Life(Enum):
 
 
 class Page(NamedTuple):
-    """The published state of one process.
-
-    Attributes:
-        pid: the process.
-        kvpatch: the version of kvpatch in it.
-        content: its facts and, for an engine, its state; see ``publisher`` and
-            ``patches.metrics.snapshot``.
-    """
+    """The published state of one process; see ``publisher`` and ``patches.metrics.snapshot``."""
 
     pid: int
     kvpatch: str
@@ -80,12 +73,7 @@ def folder_of(uid: int) -> Path:
 
 
 def checked(folder: Path, uid: int) -> Path:
-    """Return a folder of pages that only user ``uid`` can have filled.
-
-    Raises:
-        OSError: it does not exist.
-        Untrusted: it is a link, belongs to another user, or is open to others.
-    """
+    """Return a folder of pages that only user ``uid`` can have filled, or Untrusted, or OSError."""
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != uid:
         whose = "this user" if uid == os.getuid() else f"user {uid}"
@@ -96,22 +84,14 @@ def checked(folder: Path, uid: int) -> Path:
 
 
 def own_folder() -> Path:
-    """Return this user's folder, created if necessary.
-
-    Raises:
-        OSError: it cannot be created, belongs to another user, or is open to others.
-    """
+    """Return this user's folder, created if necessary; OSError if it cannot be used."""
     path = folder_of(os.getuid())
     path.mkdir(mode=0o700, exist_ok=True)
     return checked(path, os.getuid())
 
 
 def namespace() -> int | None:
-    """Return the inode of this process's pid namespace; None if the kernel does not tell.
-
-    Containers that share /dev/shm (``--ipc=host``) see each other's pages, and number their
-    processes independently.
-    """
+    """Return the inode of this process's pid namespace, which numbers its own; None if not told."""
     try:
         return os.stat("/proc/self/ns/pid").st_ino  # noqa: PTH116 - a link into the kernel
     except OSError:
@@ -119,11 +99,7 @@ def namespace() -> int | None:
 
 
 def life(page: Page) -> Life:
-    """Return whether the process that wrote ``page`` is running, and not a later one.
-
-    A page without a namespace is by an older kvpatch: if nothing here has its pid and its
-    start, its process may still run elsewhere.
-    """
+    """Return whether the process that wrote ``page`` runs, and not a later one with its pid."""
     theirs, ours = page.content.get("namespace"), namespace()
     if theirs is not None and ours is not None and theirs != ours:
         return Life.FOREIGN
@@ -134,11 +110,7 @@ def life(page: Page) -> Life:
 
 
 class Writer:
-    """Writes the page of one process.
-
-    Raises:
-        OSError: the page cannot be created, for example because /dev/shm is full.
-    """
+    """Writes the page of one process; OSError if it cannot be created, as of a full /dev/shm."""
 
     def __init__(self, pid: int, version: str) -> None:
         self._namespace = namespace()
@@ -159,12 +131,7 @@ class Writer:
         self._head = _HEAD.pack(_MAGIC, PROTOCOL, version.encode()[:24], pid)
 
     def write(self, content: dict[str, Any]) -> None:
-        """Publish ``content``.
-
-        Raises:
-            ValueError, TypeError: it is not JSON, or does not fit in the page, which then
-                keeps what was published before.
-        """
+        """Publish ``content``; for ValueError or TypeError the page keeps what it has."""
         whole = content | {
             "written": time.monotonic(),
             "started": self._started,
@@ -195,12 +162,7 @@ def _identity(status: os.stat_result) -> tuple[int, int]:
 
 
 def _create(folder: Path, pid: int, ours: int | None) -> tuple[Path, int]:
-    """Create the file of a page, which is not that of a living process; return its path and
-    the open file.
-
-    Raises:
-        OSError: it cannot be created.
-    """
+    """Create a page, which is not that of a living process; return its path and the open file."""
     path = folder / f"{pid}.page"
     try:
         if _may_remove(path, ours):
@@ -218,10 +180,7 @@ def _new_file(path: Path) -> int:
 
 
 def _may_remove(path: Path, ours: int | None) -> bool:
-    """Return whether a page is of an earlier process with this pid. Such a page is replaced and
-    not overwritten: it may be held open. The process of one of another namespace, or of one that
-    does not tell, may be running.
-    """
+    """Return whether a page, which may be held open, is surely of an earlier process."""
     try:
         earlier = read(path)
     except (OSError, Unreadable):
@@ -241,9 +200,7 @@ def of_process(folder: Path, pid: int) -> list[Page]:
 
 
 def ended_in_order(found: Page, folder: Path) -> bool:
-    """Return whether what started an exited process took its own page away since, and so ended
-    without being killed: vLLM kills its engines when it stops.
-    """
+    """Return whether what started an exited process, as vLLM its engines, took its page away."""
     for _ in range(5):  # a worker's is its engine, an engine's the frontend
         known = found.content.get("server")
         server = known or found.content.get("parent")
@@ -263,13 +220,7 @@ def ended_in_order(found: Page, folder: Path) -> bool:
 
 
 def contents(path: Path, limit: int = SIZE) -> bytes:
-    """Return a small file of a user's folder of pages, whoever put it there.
-
-    Raises:
-        OSError: it does not exist, or this user may not read it.
-        Unreadable: it is a link, no regular file, not of the user whose folder it is in, or
-            of more than ``limit`` bytes.
-    """
+    """Return a small file of a user's folder of pages; Unreadable if not surely theirs."""
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         owner = os.fstat(folder).st_uid
@@ -293,12 +244,7 @@ def contents(path: Path, limit: int = SIZE) -> bytes:
 
 
 def read(path: Path) -> Page:
-    """Read a page; a page that is being written is read again.
-
-    Raises:
-        OSError: it was removed, or this user may not read it.
-        Unreadable: it is not a page, or one of another protocol.
-    """
+    """Read a page, again if it is being written; OSError, or Unreadable if it is none."""
     start = _HEAD.size + _BODY.size
     for _ in range(50):
         data = contents(path)

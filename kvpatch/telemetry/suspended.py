@@ -17,12 +17,7 @@ _CONNECTORS = ("OffloadingConnector", "SimpleCPUOffloadConnector")
 
 
 class Suspended(NamedTuple):
-    """An engine's part in this, kept on its ``EngineCore``.
-
-    Attributes:
-        describe: returns ``first_limit_bytes``, ``suspended``, ``last_suspension`` and ``phase``,
-            see ``telemetry.schema``.
-    """
+    """An engine's part in this, see ``telemetry.schema``; kept on its ``EngineCore``."""
 
     describe: Callable[[], dict[str, Any]]
 
@@ -36,12 +31,6 @@ def of(core: Any) -> dict[str, Any]:
 def expected(
     features: Mapping[str, str], connectors: Collection[str], disks: Collection[Any]
 ) -> bool:
-    """Whether engines can be suspended, as far as an API server can tell.
-
-    Args:
-        features: the state of each feature.
-        connectors: those of the engines.
-        disks: their secondary tiers.
-    """
+    """Whether engines can be suspended, as far as an API server can tell."""
     alone = len(connectors) == 1 and not disks and set(connectors) <= {*_CONNECTORS}
     return features.get("suspend") == "applied" and alone and not HOST_POOL.read()

@@ -18,30 +18,17 @@ TOP = 5  # most likely tokens that come with each token
 
 @dataclass
 class Answer:
-    """One answer, greedily decoded.
-
-    Attributes:
-        name: of the prompt.
-        prompt_tokens: as the server counted them.
-        tokens: vLLM's names of the answer's tokens, which have their ids.
-        top: for each of them, the log-probabilities of it and of the most likely ones.
-        first: seconds from sending the request to its first token.
-    """
+    """One answer, greedily decoded."""
 
     name: str
-    prompt_tokens: int = 0
-    tokens: list[str] = field(default_factory=list)
-    top: list[dict[str, float]] = field(default_factory=list)
-    first: float = 0.0
+    prompt_tokens: int = 0  # as the server counted them
+    tokens: list[str] = field(default_factory=list)  # vLLM's names, which have their ids
+    top: list[dict[str, float]] = field(default_factory=list)  # of each, and the most likely ones
+    first: float = 0.0  # seconds from sending to its first token
 
 
 class Api:
-    """A server.
-
-    Args:
-        port: on 127.0.0.1.
-        key: of its API; empty for none.
-    """
+    """A server on 127.0.0.1."""
 
     def __init__(self, port: int, key: str = "") -> None:
         self._port = port
@@ -72,10 +59,7 @@ class Api:
         return body if status == 200 else ""
 
     def reset(self) -> bool:
-        """Empty the prefix cache on the device; return whether that was done.
-
-        vLLM refuses while copies are in flight.
-        """
+        """Empty the device's prefix cache; return whether vLLM did: no copy is in flight."""
         status, body = self._ask("POST", "/reset_prefix_cache")
         if status != 200:
             return False
@@ -83,11 +67,7 @@ class Api:
         return bool(json.loads(body).get("success", True)) if body.strip() else True
 
     def sleep(self, level: int) -> None:
-        """Let the engine sleep and wake up; the weights that level 2 dropped are loaded again.
-
-        Raises:
-            Ended: it does not.
-        """
+        """Let the engine sleep and wake up, with the weights that level 2 dropped, or Ended."""
         self._must(f"/sleep?level={level}")
         self._must("/wake_up")
         if level == 2:
@@ -99,11 +79,7 @@ class Api:
             raise Ended(f"the server answered {status} to {path}: {said[:300]}")
 
     def complete(self, name: str, prompt: str, tokens: int) -> Answer:
-        """Complete a prompt greedily, with exactly ``tokens`` tokens.
-
-        Raises:
-            Ended: the server answered with an error, or stopped in the middle.
-        """
+        """Complete a prompt greedily, with exactly ``tokens`` tokens, or raise Ended."""
         answer = Answer(name)
         sent = time.perf_counter()
         for chunk in self._stream(prompt, tokens, logprobs=TOP):

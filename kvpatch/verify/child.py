@@ -31,13 +31,7 @@ class Unfinished(RuntimeError):
 
 
 class Child:
-    """One command, started by its ``with`` block and ended with all its processes after it.
-
-    Args:
-        command: with its arguments.
-        environment: of the process, complete.
-        log: the file for everything it prints.
-    """
+    """One command, started by its ``with`` block and ended with all its processes after it."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
         self._command, self._environment = list(command), dict(environment)
@@ -89,11 +83,7 @@ class Child:
         return found[0] if found else ""
 
     def check(self) -> None:
-        """Check that it runs.
-
-        Raises:
-            Ended: it has ended.
-        """
+        """Raise Ended unless it runs."""
         assert self._process is not None
         status = self._process.poll()
         if status is not None:
@@ -111,18 +101,12 @@ class Child:
 
 
 def adopt_orphans() -> None:
-    """Make orphaned grandchildren children of this process, which reaps them.
-
-    A container without an init would not.
-    """
+    """Let this process reap orphaned grandchildren, as a container without an init would not."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def session(leader: int) -> list[psutil.Process]:
-    """Return the processes of a session; those of this process that have ended are reaped.
-
-    One that has ended stays until its last thread is gone, and its memory with it.
-    """
+    """Return a session's processes; what has ended stays until its last thread, and is reaped."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):  # it may end meanwhile

@@ -19,20 +19,12 @@ FACTOR = 4.0
 
 @dataclass(frozen=True)
 class Difference:
-    """One answer against another to the same prompt.
+    """One answer against another to the same prompt."""
 
-    Attributes:
-        name: of the prompt.
-        apart: the most that log-probabilities of equal tokens are apart.
-        at: the first token that differs, from 1; 0 if none does.
-        gap: how much less likely the other one's token there is, by the log-probabilities of
-            the expected answer; infinite if it is not among the most likely ones.
-    """
-
-    name: str
-    apart: float
-    at: int = 0
-    gap: float = 0.0
+    name: str  # of the prompt
+    apart: float  # of log-probabilities of equal tokens, at most
+    at: int = 0  # the first token that differs, from 1; 0 if none does
+    gap: float = 0.0  # how much less likely the other one's is there, or infinite
 
     @property
     def most(self) -> float:

@@ -36,45 +36,28 @@ Say = Callable[[str], None]
 
 
 class Arms(NamedTuple):
-    """What a run does besides, because the command has it and a refusal that is lifted asks for it.
-
-    Attributes:
-        sleeps: it sleeps, and wakes up.
-        pool: the folder of its host pool, whose limit moves; None without one.
-    """
+    """What a run does besides, because the command has it and a lifted refusal asks for it."""
 
     sleeps: bool = False
-    pool: Path | None = None
+    pool: Path | None = None  # the folder of its host pool, whose limit moves
 
 
 @dataclass
 class Seen:
-    """What was seen.
-
-    Attributes:
-        answers: of every turn, in order; those of one name had one prompt.
-        computed, restored: seconds to the first token, of prompts of the same length.
-        did: how often the engine did what it must be seen doing.
-        pages: the pages in use, at the peak and in the end.
-        fence: its counters in the end, see ``fence.Counters``; empty without a connector.
-        stored, loaded: bytes, of all workers.
-        blocks_loaded: by all workers.
-        page_bytes: of one page, all layers.
-        taken, freed: bytes that a host pool took back, and by which the machine had more then.
-    """
+    """What was seen."""
 
     conversations: int = 0
-    answers: list[Answer] = field(default_factory=list)
-    computed: list[float] = field(default_factory=list)
+    answers: list[Answer] = field(default_factory=list)  # of every turn, in order
+    computed: list[float] = field(default_factory=list)  # to the first token
     restored: list[float] = field(default_factory=list)
-    did: dict[str, int] = field(default_factory=dict)
-    pages: dict[str, int] = field(default_factory=dict)
-    fence: dict[str, int] = field(default_factory=dict)
-    page_bytes: int = 0
-    stored: int = 0
+    did: dict[str, int] = field(default_factory=dict)  # how often each
+    pages: dict[str, int] = field(default_factory=dict)  # in use, at the peak and in the end
+    fence: dict[str, int] = field(default_factory=dict)  # of ``fence.Counters``
+    page_bytes: int = 0  # of all layers
+    stored: int = 0  # bytes, of all workers, as loaded ones
     loaded: int = 0
     blocks_loaded: int = 0
-    taken: int = 0
+    taken: int = 0  # bytes that a host pool took back, and by which the machine had more then
     freed: int = 0
     metrics: str = ""
 
@@ -84,17 +67,7 @@ class Seen:
 
 
 class Drive:
-    """One engine under load.
-
-    Args:
-        api: of its server.
-        child: the command.
-        readings: of its processes.
-        load: the prompts.
-        block: tokens of a block.
-        say: prints progress.
-        arms: what the engine does besides.
-    """
+    """One engine under load."""
 
     def __init__(
         self,
@@ -113,11 +86,7 @@ class Drive:
         self.seen = Seen()
 
     def run(self) -> Seen:
-        """Run every phase.
-
-        Raises:
-            Ended: the engine ended, or does not answer.
-        """
+        """Run every phase, or raise Ended."""
         engine = self._readings.engine()
         self.seen.page_bytes = engine["device"]["page_bytes"]
         total_pages = engine["device"]["total_pages"]

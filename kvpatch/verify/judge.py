@@ -18,13 +18,7 @@ SEEN_FREE = 256 << 20
 
 @dataclass
 class Judgement:
-    """The result of a run.
-
-    Attributes:
-        wrong: what was wrong, a sentence each.
-        missing: what a verdict needs and was not seen.
-        right: what was found right.
-    """
+    """The result of a run: what was wrong, right, and what a verdict needs and was not seen."""
 
     wrong: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
@@ -50,15 +44,7 @@ def judge_seen(seen: Seen, offloads: bool) -> Judgement:
 
 
 def judge_bytes(audits: Sequence[dict[str, int]], workers: int, connectors: int) -> Judgement:
-    """Judge the restored blocks, each of which was compared in its worker.
-
-    A block that is wrong ends its worker, see ``violation`` of the child.
-
-    Args:
-        audits: what each worker has checked.
-        workers: of the command.
-        connectors: that copy blocks, in each.
-    """
+    """Judge the restored blocks, compared in each worker: one that is wrong ends it."""
     found = Judgement()
     if len(audits) != workers * connectors:
         found.missing.append(

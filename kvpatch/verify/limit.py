@@ -21,15 +21,7 @@ update_kv_cache_limit(sys.argv[1], int(sys.argv[2]))
 
 
 def move(pool: str, size: int) -> None:
-    """Set the limit of a pool, as ``kvctl limit`` does.
-
-    Args:
-        pool: its kvcached name.
-        size: in bytes, of all layers.
-
-    Raises:
-        Unfinished: it could not be set.
-    """
+    """Set the limit of a pool, in bytes of all layers, as ``kvctl limit`` does; or Unfinished."""
     done = subprocess.run(
         [sys.executable, "-c", _MOVE, pool, str(size)],
         env={**os.environ, SWITCH.name: "0"},

@@ -30,17 +30,11 @@ def text(name: str, size: int) -> str:
 
 @dataclass(frozen=True)
 class Load:
-    """The size of the prompts.
+    """The size of the prompts."""
 
-    Attributes:
-        letters: of a token, as the server's tokenizer has them.
-        opening: tokens of the first turn of a conversation.
-        question: tokens that each later turn adds.
-    """
-
-    letters: float
-    opening: int
-    question: int
+    letters: float  # of a token, as the server's tokenizer has them
+    opening: int  # tokens of a conversation's first turn
+    question: int  # tokens that each later turn adds
 
     def prompt(self, conversation: int, turn: int) -> str:
         """Return a turn of a conversation; turns count from 1."""

@@ -41,10 +41,7 @@ def environment_of(environment: Mapping[str, str]) -> dict[str, str]:
 def answers(
     api: Api, load: Load, conversations: int, say: Say
 ) -> tuple[list[Answer], list[Answer]]:
-    """Return the answers to every turn, twice: with the prefix cache's help, and computed.
-
-    The difference of the two is the noise of vLLM against itself.
-    """
+    """Return every turn's answers, with the prefix cache and computed: vLLM's noise to itself."""
     every = [
         (conversation, turn) for turn in (1, 2, 3) for conversation in range(1, conversations + 1)
     ]

@@ -16,21 +16,13 @@ LIFTED = "lifted"
 
 
 class Readings:
-    """One run's readings.
-
-    Args:
-        folder: of the run, where the processes of the command leave them.
-    """
+    """One run's readings, in the folder where the processes of the command leave them."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def engine(self) -> dict[str, Any]:
-        """Return the state of the engine, from its status page.
-
-        Raises:
-            Unfinished: there is none, or several: verify drives one engine.
-        """
+        """Return the state of the only engine, from its status page, or raise Unfinished."""
         pages = [seen.page for seen in reader.all_of(False) if seen.page is not None]
         found: list[dict[str, Any]] = [
             page.content["engine"] for page in pages if page.content.get("engine")

@@ -16,11 +16,7 @@ _MOVED = "vllm:kv_offload_{}_{}_total"
 
 
 def measured(seen: Seen) -> dict[str, float]:
-    """Return what was measured, with every block checked: rates are lower bounds.
-
-    Seconds to the first token are medians of prompts that were computed, and of longer ones
-    that were restored.
-    """
+    """Return what was measured, with every block checked, so that rates are lower bounds."""
     found: dict[str, float] = {
         "bytes stored": seen.stored,
         "bytes loaded": seen.loaded,

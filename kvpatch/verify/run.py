@@ -28,37 +28,22 @@ WAIT_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class Options:
-    """What to run.
-
-    Attributes:
-        command: of the operator.
-        environment: that the operator has.
-        folder: for logs and what the processes leave.
-        plain: whether plain vLLM runs too.
-        start_seconds: that the command may take to answer.
-    """
+    """What to run."""
 
     command: tuple[str, ...]
-    environment: dict[str, str]
-    folder: Path
+    environment: dict[str, str]  # that the operator has
+    folder: Path  # for logs and what the processes leave
     plain: bool = True
-    start_seconds: float = 1800.0
+    start_seconds: float = 1800.0  # that it may take to answer
 
 
 @dataclass
 class Result:
-    """What came of a run.
-
-    Attributes:
-        combination: what ran, see ``kvpatch.upstream.combination``; empty if it did not start.
-        lifted: the codes of refusals that were lifted for it.
-        judgement: what was right, wrong and missing.
-        seen: what the engine did.
-    """
+    """What came of a run."""
 
     judgement: judge.Judgement
-    combination: dict[str, Any] = field(default_factory=dict)
-    lifted: list[str] = field(default_factory=list)
+    combination: dict[str, Any] = field(default_factory=dict)  # empty if not started
+    lifted: list[str] = field(default_factory=list)  # the codes of refusals
     seen: Seen = field(default_factory=Seen)
 
 
@@ -129,10 +114,7 @@ def _ours(options: Options, readings: Readings, result: Result, say: Say) -> Loa
 def _pool_of_its_own(
     environment: Mapping[str, str],
 ) -> Iterator[tuple[Path | None, dict[str, str]]]:
-    """Return the folder of a host pool as large as the operator's, and the variable that names it.
-
-    The limit of the operator's own pool, which others may use, stays as it is.
-    """
+    """Return a host pool as large as the operator's own, which stays as it is, and its variable."""
     wanted = HOST_POOL.read(environment)
     if not wanted:
         yield None, {}
@@ -175,50 +157,30 @@ def _plain(options: Options, load: Load, result: Result, say: Say) -> None:
     result.judgement = judge.together([result.judgement, judge.judge_answers(ours, itself)])
 
 
-class _started:  # noqa: N801 - used as a function
-    """A server that answers, and its API."""
-
-    def __init__(
-        self,
-        options: Options,
-        command: Sequence[str],
-        environment: dict[str, str],
-        log: Path,
-        say: Say,
-    ) -> None:
-        port = free_port()
-        words = [*command, "--host", "127.0.0.1", "--port", str(port)]
-        # The routes that empty caches.
-        self._child = Child(words, environment | {"VLLM_SERVER_DEV_MODE": "1"}, log)
-        self._api = Api(port, api_key(command, environment))
-        self._seconds, self._say = options.start_seconds, say
-
-    def __enter__(self) -> tuple[Child, Api]:
-        begun = time.monotonic()
-        self._child.__enter__()
+@contextmanager
+def _started(
+    options: Options, command: Sequence[str], environment: dict[str, str], log: Path, say: Say
+) -> Iterator[tuple[Child, Api]]:
+    port = free_port()
+    words = [*command, "--host", "127.0.0.1", "--port", str(port)]
+    api, begun = Api(port, api_key(command, environment)), time.monotonic()
+    # With the routes that empty caches.
+    with Child(words, environment | {"VLLM_SERVER_DEV_MODE": "1"}, log) as child:
         try:
-            self._say(f"starting; {self._child.log_path} has its log")
-            while not self._api.healthy():
-                self._child.check()
-                if time.monotonic() - begun > self._seconds:
-                    raise Ended(f"the command did not answer within {self._seconds:.0f} s")
+            say(f"starting; {child.log_path} has its log")
+            while not api.healthy():
+                child.check()
+                if time.monotonic() - begun > options.start_seconds:
+                    raise Ended(f"the command did not answer within {options.start_seconds:.0f} s")
                 time.sleep(WAIT_SECONDS)
-            self._api.look()
+            api.look()
         except Ended as error:
-            self._child.__exit__()
             raise Unfinished(f"not started: {error}") from error
-        except BaseException:
-            self._child.__exit__()
-            raise
-        self._say(f"{self._api.model} answers after {time.monotonic() - begun:.0f} s")
-        return self._child, self._api
-
-    def __exit__(self, *_: object) -> None:
-        self._child.__exit__()
+        say(f"{api.model} answers after {time.monotonic() - begun:.0f} s")
+        yield child, api
 
 
 def _sized(api: Api, block: int) -> Load:
-    """Return prompts of a size that the model takes, for its tokenizer."""
     try:
         warm: Answer = api.complete("warm-up", Load(1.0, 0, 0).of("warm-up", WARM_UP), 2)
     except Ended as error:

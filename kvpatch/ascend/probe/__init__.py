@@ -23,12 +23,7 @@ needed = distributions.of_npus
 
 
 def run(environment: Mapping[str, str], folder: Path | None) -> int:
-    """Run the probe as an operator does; return its exit status.
-
-    Args:
-        environment: the operator's.
-        folder: for its verdict; None for the user's own.
-    """
+    """Run the probe, with its verdict in a folder or the user's own; return its exit status."""
     command = [sys.executable, "-m", "kvpatch.ascend", "probe"]
     words = [] if folder is None else ["--verdicts", str(folder)]
     off = {environ.SWITCH.name: "0"}

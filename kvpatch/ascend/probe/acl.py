@@ -43,16 +43,7 @@ class Refused(Exception):
 
 
 class ACL:
-    """The runtime in one process, on one device.
-
-    Args:
-        library: ``libascendcl.so``.
-        device: its number.
-
-    Raises:
-        OSError: the library cannot be loaded.
-        Refused: the device cannot be used.
-    """
+    """The runtime in one process, on one device: an OSError, or Refused, if it cannot be used."""
 
     def __init__(self, library: Path, device: int) -> None:
         self._library = ctypes.CDLL(str(library))
@@ -70,11 +61,7 @@ class ACL:
         return int(function(*arguments))
 
     def do(self, name: str, *arguments: object) -> None:
-        """Make a call.
-
-        Raises:
-            Refused: it returned an error, or there is no such call.
-        """
+        """Make a call; Refused if it returned an error, or there is no such call."""
         status = self._status(name, *arguments)
         if status:
             why = (self._library.aclGetRecentErrMsg() or b"").decode(errors="replace")

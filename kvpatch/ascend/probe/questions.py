@@ -27,14 +27,9 @@ MARK = "kvpatch_ascend_runtime"  # a function of kvcached's builds on ACL
 
 
 class Answer(NamedTuple):
-    """What a device answered.
+    """What a device answered."""
 
-    Attributes:
-        right: whether kvpatch can run on a device that answers so; None if it was not asked.
-        words: what was seen.
-    """
-
-    right: bool | None
+    right: bool | None  # whether kvpatch runs on a device that answers so; None if not asked
     words: str
 
 
@@ -215,13 +210,7 @@ def pools(device: int) -> Answer:
 
 
 class Question(NamedTuple):
-    """One question.
-
-    Attributes:
-        words: for the operator.
-        of_acl: asked of the ACL runtime; None for a question of torch.
-        of_torch: asked of a device by its number.
-    """
+    """One question, asked of the ACL runtime or, with a device's number, of torch."""
 
     words: str
     of_acl: Callable[[ACL], Answer] | None = None

@@ -100,7 +100,6 @@ def _driver() -> str:
 
 
 def _devices() -> list[str]:
-    """Return the kinds of this machine's PCI functions by Huawei."""
     found = set()
     for path in _PCI.glob("*/vendor"):
         try:

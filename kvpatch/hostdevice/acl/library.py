@@ -22,14 +22,7 @@ FOLDERS = ("opp", "runtime", "compiler")
 
 
 def build(home: Path) -> Path:
-    """Build the emulator as CANN is laid out: ``include/acl/acl.h``, ``lib64/libascendcl.so``.
-
-    Returns:
-        ``home``, with a ``set_env.sh`` for the processes that use it.
-
-    Raises:
-        RuntimeError: the compiler is missing or failed; its output.
-    """
+    """Build the emulator at ``home`` as CANN is laid out, and return it, or RuntimeError."""
     libraries = home / "lib64"
     libraries.mkdir(parents=True, exist_ok=True)
     header = home / "include" / "acl" / "acl.h"
@@ -42,12 +35,7 @@ def build(home: Path) -> Path:
     command += [f"-I{HERE / one}" for one in ("include", "no_torch")]
     command += [f"-I{HERE.parent / 'include'}"]
     command += [str(HERE / source) for source in SOURCES]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        raise RuntimeError("g++ is not installed") from None
-    if done.returncode:
-        raise RuntimeError(f"g++ failed:\n{done.stderr[-3000:]}")
+    compiled(command)
     made.replace(libraries / LIBRARY)  # never half a library for a process that starts now
     for name in NAMES:
         link = libraries / name
@@ -60,3 +48,13 @@ def build(home: Path) -> Path:
         f"export LD_LIBRARY_PATH={libraries}${{LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}}\n"
     )
     return home
+
+
+def compiled(command: list[str]) -> None:
+    """Run g++, or raise RuntimeError with the end of its output."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        raise RuntimeError("g++ is not installed") from None
+    if done.returncode:
+        raise RuntimeError(f"g++ failed:\n{done.stderr[-3000:]}")

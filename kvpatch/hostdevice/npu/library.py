@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
 import sysconfig
 from importlib.util import find_spec
 from pathlib import Path
+
+from kvpatch.hostdevice.acl.library import compiled
 
 HERE = Path(__file__).parent
 LIBRARY = "libkvpatch_npu.so"
@@ -13,11 +14,7 @@ STARTUP = "kvpatch-npu.pth"
 
 
 def build(home: Path) -> Path:
-    """Build the operators into an emulator's folder; return the library.
-
-    Raises:
-        RuntimeError: torch or the compiler is missing, or the compiler failed; its output.
-    """
+    """Build the operators into an emulator's folder; RuntimeError says why it cannot be."""
     torch = find_spec("torch")
     if torch is None or torch.origin is None:
         raise RuntimeError("torch is not installed")
@@ -26,12 +23,7 @@ def build(home: Path) -> Path:
     command = ["g++", "-std=c++17", "-O1", "-fPIC", "-shared", "-fvisibility=hidden"]
     command += ["-o", str(made), str(HERE / "aten.cpp"), f"-I{folder / 'include'}"]
     command += [f"-L{folder / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        raise RuntimeError("g++ is not installed") from None
-    if done.returncode:
-        raise RuntimeError(f"g++ failed:\n{done.stderr[-3000:]}")
+    compiled(command)
     return made
 
 

@@ -26,11 +26,6 @@ def _npu(tensor: Any, like: Any) -> Any:
 
 
 def _refuse(operator: str, arguments: dict[str, Any], allowed: dict[str, Any]) -> None:
-    """Refuse what an operator is asked for besides ``allowed``, the values that it can take.
-
-    Raises:
-        NotImplementedError: an argument has another value.
-    """
     for name, value in arguments.items():
         if name in allowed and value in allowed[name]:
             continue
