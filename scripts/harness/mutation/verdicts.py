@@ -29,6 +29,9 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "around_build: (getattr(job, side),) -> list((getattr(job, side),))[:1]": (
             "it has one element"
         ),
+        "around_release: [(0, released)] if released else () -> ([(0, released)])": (
+            "kvcached drops an entry of epoch 0 without pages at once"
+        ),
     },
     f"{FEATURES}/suspend/share.py": {
         "Share.__init__: 0.0 -> (0.0 + 1)": "what is above 0 is not kept for the next share",
