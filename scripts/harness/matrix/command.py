@@ -421,6 +421,8 @@ def report_ages(arguments: argparse.Namespace) -> int:
 
 def leave_rows_out(arguments: argparse.Namespace) -> int:
     """Run engines without one row each and record what was seen."""
+    if unknown := [row for row in arguments.rows if row not in without_rows.ROWS]:
+        sys.exit(f"matrix: not rows of the newest release: {', '.join(unknown)}")
     folder = arguments.keep or tempfile.mkdtemp(prefix="kvpatch-without-")
     engines = without.Engines(Path(folder), say)
     recorded = without.read().get("rows", {})
