@@ -1,14 +1,12 @@
 """Where a resumption can be killed: each point is passed on the way back, and only there."""
 
 import pytest
-from suspend_world import MOST, PAGE, worlds
+from suspend_world import MOST, PAGE
 
 from harness.engines import kill_points
 from kvpatch.patches.suspend.hold import Hold
 from kvpatch.patches.suspend.suspension import Suspension
 from kvpatch.upstream import kvcached_api
-
-__all__ = ["worlds"]
 
 # Phase, bytes of the limit in /dev/shm.
 THERE = {

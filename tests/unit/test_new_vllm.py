@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from harness import environments, new_vllm, releases
+from harness import environments, new_vllm
 from harness.matrix import kernels, moved, record, shapes, sharing, trial
 from harness.new_vllm import Stage
 from kvpatch import supported
@@ -130,14 +130,6 @@ def test_the_fence_runs_unless_its_runs_are_shared(shared, monkeypatch):
     # The newest has no later neighbour whose runs it could have.
     (stages,) = new_vllm.engine_stages("9.0.0", "9.0.0", again=False)
     assert [one.name for one in stages] == ["cells", "fence"]
-
-
-def test_libraries_are_borrowed_from_a_validated_release_with_a_build_of_its_own():
-    for release, of in environments.BORROWED.items():
-        assert release in supported.RELEASES
-        assert of in supported.validated()
-        assert of not in environments.BORROWED
-    assert releases.newest_built() not in environments.BORROWED
 
 
 def test_a_release_without_a_cpu_build_has_the_libraries_of_the_newest_before_it(monkeypatch):

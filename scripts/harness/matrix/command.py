@@ -221,8 +221,10 @@ def run_tried(arguments: argparse.Namespace) -> int:
 
 def by_release(cells_: Iterable[Cell]) -> dict[str, list[Cell]]:
     """Return cells by their release."""
-    every = list(cells_)
-    return {cell.vllm: [one for one in every if one.vllm == cell.vllm] for cell in every}
+    found: dict[str, list[Cell]] = {}
+    for cell in cells_:
+        found.setdefault(cell.vllm, []).append(cell)
+    return found
 
 
 def engines_of(release: str, arguments: argparse.Namespace) -> cells.Engines:
