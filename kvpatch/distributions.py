@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 from importlib import metadata
+from itertools import islice
 from types import ModuleType
-from typing import Any
 
 from kvpatch.environ import HOST_DEVICE
 from kvpatch.patch import Feature
@@ -26,12 +26,13 @@ PROBES, ACL = "kvpatch.probes", "kvpatch.acl"
 
 
 @cache
-def _every() -> Any:
-    return metadata.entry_points()  # reads a file of each distribution, in every start of vLLM
-
-
 def _entries(group: str) -> tuple[metadata.EntryPoint, ...]:
-    return tuple(_every().select(group=group))
+    # metadata.entry_points reads a file of each distribution, in every start of vLLM.
+    found: list[metadata.EntryPoint] = []
+    for name in (HOST_DISTRIBUTION, NPU_DISTRIBUTION):
+        for distribution in islice(metadata.distributions(name=name), 1):
+            found += (one for one in distribution.entry_points if one.group == group)
+    return tuple(found)
 
 
 def features() -> tuple[Feature, ...]:

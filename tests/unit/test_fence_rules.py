@@ -44,10 +44,11 @@ def test_a_page_freed_since_the_last_plan_is_held():
 
 def test_a_page_is_held_until_every_worker_reported_its_transfer():
     one = fence()
-    one.plan([(5, Transfer("r", (31, 32)))], epoch=1)
-    for reports in range(2):
-        assert one.split([(1, [3, 4])], can_plan=True)[1] == [(1, [3])], reports
-        one.report(5, 1)
+    jobs = (5, 6, 7)  # which name one block
+    one.plan([(job, Transfer("r", (31, 32))) for job in jobs], epoch=1)
+    for report in jobs * 2:
+        assert one.split([(1, [3, 4])], can_plan=True)[1] == [(1, [3])], report
+        one.report(report, 1)
     assert one.split([(1, [3])], can_plan=True) == ([3], [])
     assert one.counters.held_for_transfer == 1
     assert one.transfers == {}
@@ -75,6 +76,10 @@ def test_a_step_in_which_nothing_changed_looks_at_no_held_page():
     one.report(100, 2)  # the page has another block of a transfer
     one.report(70, 1)
     assert one.split(retired, can_plan=True) == ([], retired)
+    assert lists[1].looks == looks[1]  # none of its pages was let go
+    looks = [pages.looks for pages in lists]
+    one.split(retired, can_plan=True)
+    assert [pages.looks for pages in lists] == looks
     one.report(70, 1)
     released, retired = one.split(retired, can_plan=True)
     assert released == [70]
@@ -89,11 +94,17 @@ def test_a_page_that_was_allocated_and_freed_again_waits_for_the_plan_after():
     one.plan([(1, Transfer("r", (31,)))], epoch=1)
     one.split([(1, [3, 4])], can_plan=True)
     one.split([], can_plan=True)
+    assert one.holding == 0
     one.report(1, 2)
     assert one.split([(2, [3])], can_plan=True) == ([], [(2, [3])])
     one.plan([], epoch=2)
     assert one.split([(2, [3])], can_plan=True) == ([3], [])
     assert one.counters.held_for_transfer == 0  # nothing is left of the time before
+    assert one.counters.held_for_plan == 1
+    one.split([(3, [3])], can_plan=True)
+    one.split([], can_plan=True)
+    one.plan([], epoch=4)
+    assert one.split([(4, [3])], can_plan=True) == ([3], [])
     assert one.counters.held_for_plan == 1
 
 

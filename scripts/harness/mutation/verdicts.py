@@ -24,6 +24,13 @@ EQUIVALENT: dict[str, dict[str, str]] = {
     },
     f"{FEATURES}/fence/fence.py": {
         "Fence.__init__: 0 -> (0 + 1) #2": "only differences of the number of builds are used",
+        "Fence._may_go: not for_plan and bool(self._let_go) and not self._let_go.isdisjoint(pages)"
+        " -> ((bool(self._let_go)) and (not self._let_go.isdisjoint(pages)))": (
+            "pages that wait for a plan are held whatever else is known of them"
+        ),
+        "Fence._count_release: self._forget(page) -> pass": (
+            "split forgets it in any case, with a look at every held page"
+        ),
     },
     f"{FEATURES}/fence/hooks.py": {
         "around_build: (getattr(job, side),) -> list((getattr(job, side),))[:1]": (
@@ -32,6 +39,10 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "around_release: [(0, released)] if released else () -> ([(0, released)])": (
             "kvcached drops an entry of epoch 0 without pages at once"
         ),
+        "around_release: fenced.may_keep() if retired else 0 -> (fenced.may_keep())": (
+            "of no retired pages none is kept; it saves counting the free pages"
+        ),
+        "around_release: 0 -> (0 + 1)": "of no retired pages none is kept",
     },
     f"{FEATURES}/suspend/share.py": {
         "Share.__init__: 0.0 -> (0.0 + 1)": "what is above 0 is not kept for the next share",
