@@ -55,14 +55,9 @@ def _name(cell: Cell) -> str:
 
 
 def _table(holds: Callable[[Cell], bool]) -> Table:
-    found: Table = {}
-    for feature in axes.FEATURES:
-        for release in supported.validated():
-            names = [
-                _name(cell)
-                for cell in axes.cells(release)
-                if cell.feature == feature.name and axes.only_admitted(cell) and holds(cell)
-            ]
-            if names:
-                found.setdefault(feature.name, {})[release] = names
-    return found
+    found: Table = {feature.name: {} for feature in axes.FEATURES}
+    for release in supported.validated():
+        for cell in filter(axes.only_admitted, axes.cells(release)):
+            if holds(cell):
+                found[cell.feature].setdefault(release, []).append(_name(cell))
+    return {name: by_release for name, by_release in found.items() if by_release}

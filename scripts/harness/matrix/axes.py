@@ -20,7 +20,7 @@ from kvpatch.matrix.verdicts import LAYOUTS, NONE, RUNNERS, Cell
 from kvpatch.patches.offloading.connector_rules import SELF_DESCRIBING
 from kvpatch.patches.offloading.model_rules import DELTA, EXPERTS
 from kvpatch.patches.offloading.rules import DRAFTING, STAGES
-from kvpatch.versions import Facts, Installed
+from kvpatch.versions import Facts, Installed, parsed
 
 
 @dataclass(frozen=True)
@@ -362,7 +362,7 @@ def cells(vllm: str | None = None) -> Iterator[Cell]:
     both = [(model, feature) for feature in FEATURES for model in feature.models]
     for one in product(every, RUNNERS, LAYOUTS, connectors, both):
         release, runner, layout, connector, (model, feature) = one
-        if connector in feature.connectors and Version(release) >= _since(feature.name, model):
+        if connector in feature.connectors and parsed(release) >= _since(feature.name, model):
             yield Cell(release, runner, layout, connector, model, feature.name)
 
 
