@@ -1133,6 +1133,13 @@ def test_the_check_runs_after_vllm_resolved_the_configuration(process, monkeypat
     assert process.announced == ["frontend"]
 
 
+def test_a_release_that_no_verdict_lifts_is_refused_with_its_configuration(process):
+    process.facts = facts("99.0.0")
+    with pytest.raises(Refusal, match=r"99\.0\.0 .*KVP107"):
+        configuration.around_post_init(lambda: None, config(), (), {})
+    assert process.announced == []
+
+
 def test_a_configuration_without_a_model_is_not_an_engine(process):
     made = config(model_config=None, kv_transfer_config__kv_connector="ExampleConnector")
     assert configuration.around_post_init(lambda: "done", made, (), {}) == "done"
