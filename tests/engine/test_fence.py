@@ -13,7 +13,6 @@ EVERY = pytest.mark.parametrize("scenario", [*TOGETHER, *ALONE])
 def test_with_the_fence_every_stored_block_is_right(fences, scenario, asynchronous):
     result = fences().run(scenario, asynchronous, fenced=True)
     assert_right(result, scenario)
-    assert result["preemptions"] > 0 or scenario != "preempt"
     assert result["async"] is asynchronous
     assert result["counters"]["released"] > 0
 

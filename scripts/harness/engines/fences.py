@@ -51,7 +51,8 @@ LOST_WITHOUT = {False: {*TOGETHER, *ALONE}, True: {"finish_unplanned"}}
 WINDOWS_IN_TIERS = Version("0.22")
 K_BESIDE_V = Version("0.26")
 ROOM = 1024  # blocks of a CPU tier that evicts nothing
-DELAYS = range(22, 26)  # steps of one request before the other starts, for preemption
+# Steps of one request before the other starts, for preemption; with drafts it needs more blocks.
+DELAYS = (6, *range(22, 26))
 
 
 def names_of(scenario: str) -> list[str]:
@@ -273,6 +274,7 @@ def assert_right(result: dict[str, Any], scenario: str, least: int = 40) -> dict
     assert verdict["right"] >= least, verdict
     assert verdict["wrong"] == verdict["unknown"] == 0, verdict
     assert result["held_now"] == result["retired_now"] == 0, result
+    assert result["preemptions"] > 0 or scenario != "preempt"
     return verdict
 
 
@@ -311,5 +313,4 @@ def assert_simple_right(result: dict[str, Any], scenario: str) -> dict[str, Any]
     stores = scenario != "reset_in_flight" and not scenario.startswith("abort")
     verdict = assert_right(result, scenario, 39 if stores else 0)
     assert verdict["left"] == 0, verdict
-    assert result["preemptions"] > 0 or scenario != "preempt"
     return verdict
