@@ -637,10 +637,13 @@ def test_the_rule_refuses_with_its_sentence(code, what, changes):
         tiers("fs") | {"cache_config__prefix_caching_hash_algo": "sha256_cbor"},
         {"cache_config__prefix_caching_hash_algo": "xxhash"},
         IN_MULTI,
+        IN_MULTI | at("0.21.0"),
         ARC,
         WINDOWS,
         WINDOWS | chunks(blocks_per_chunk=1),
         WINDOWS | simple(block_size=64),  # which ignores it
+        TWO_SIZES | {"machine__contiguous": True},
+        TWO_SIZES | simple(),
         {"model_config__enable_sleep_mode": False, "model_config__enable_cumem_allocator": False},
         {"parallel_config__distributed_executor_backend": None},
         {"parallel_config__distributed_executor_backend": "uni"},
@@ -837,6 +840,45 @@ def test_drafts_of_another_method_are_refused(ran, method):
     assert (refusal.code, refusal.what) == ("KVP309", what)
 
 
+METHODS = {
+    **{"ngram": "ngram", "draft_model": "draft model", "eagle": "EAGLE", "eagle3": "EAGLE-3"},
+    **{"mtp": "mtp", "dflash": "dflash", "dspark": "dspark"},
+}
+
+
+@pytest.mark.parametrize(("method", "feature"), METHODS.items())
+def test_each_method_of_drafting_starts_where_it_ran(monkeypatch, method, feature):
+    made = V2_OF_32 | {"speculative_config": SimpleNamespace(method=method)}
+    for ran in (True, False):
+        monkeypatch.setattr(
+            place, "starts_with", lambda name, *_, ran=ran: (name == feature) is ran
+        )
+        assert breaks("KVP309", made) is not ran
+
+
+@pytest.mark.parametrize(
+    ("changes", "nothing"),
+    [
+        (MTP | WINDOWS, True),
+        (MTP | WINDOWS | multi("OffloadingConnector"), True),
+        (MTP | WINDOWS | multi("OffloadingConnector", "SimpleCPUOffloadConnector"), False),
+        (MTP | WINDOWS | simple(), False),
+        (DRAFTS | WINDOWS, False),
+        (WINDOWS, False),
+        (MTP, False),
+        (MTP | HYBRID | WINDOWS, False),
+        (MTP | HYBRID | chunks(blocks_per_chunk=2), True),
+    ],
+)
+def test_drafts_by_mtp_beside_windows_leave_nothing_to_be_found(monkeypatch, changes, nothing):
+    monkeypatch.setattr(admitted, "table", dict)
+    assert breaks("KVP395", changes | V2_OF_33) is nothing
+    assert not breaks("KVP395", changes | V2_OF_32)
+    if nothing:  # and that is all there is to say of the drafts
+        assert not breaks("KVP309", changes | V2_OF_33)
+        assert breaks("KVP309", changes | V2_OF_32)
+
+
 OF_KINDS = [(LATENT, "latent attention", "KVP305"), (HYBRID, "hybrid", "KVP311")]
 
 
@@ -854,6 +896,16 @@ def test_a_kind_of_model_starts_where_it_ran(ran, monkeypatch, changes, kind, co
     assert breaks(code, made | {"parallel_config__world_size": 2})
     ran("none", models=tuple({kind for _, kind, _ in OF_KINDS} - {kind}))
     assert breaks(code, made)
+
+
+@pytest.mark.parametrize("field", ["compress_rates", "compress_ratios"])
+def test_windows_of_compressed_latents_are_of_model_runner_v2(field):
+    made = LATENT | {"model_config__hf_text_config": SimpleNamespace(**{field: [4, 8]})}
+    assert breaks("KVP393", made | V2_OF_32)
+    assert not breaks("KVP393", made | at("0.32.0"))
+    before = config(**made)  # up to 0.21 it has no such attribute
+    del before.use_v2_model_runner
+    assert the_rule("KVP393").refusal(before, facts(vllm="0.21.0")) is None
 
 
 def test_a_known_fault_goes_before_what_is_not_validated():
@@ -908,6 +960,15 @@ def test_gated_delta_nets_start_where_they_ran(monkeypatch):
     assert (code_of(**here), code_of(**here | FP8)) == (None, "KVP376")
     ran.add("fp8 + gated delta net")
     assert code_of(**here | FP8) is None
+
+
+@pytest.mark.parametrize(
+    "ranks", [ranks(1, stages=3), ranks(1, world=2), ranks(1, stages=2, world=4)]
+)
+def test_ranks_that_are_not_two_stages_ran_nowhere(monkeypatch, ranks):
+    monkeypatch.setattr(place, "starts_with", lambda *_: True)
+    assert breaks("KVP307", ranks | V2_OF_32)
+    assert not breaks("KVP307", STAGES | V2_OF_32)
 
 
 def test_two_stages_of_one_rank_are_not_those_of_two(ran):
@@ -996,6 +1057,7 @@ def test_a_setting_that_ran_starts(ran, monkeypatch, feature, changes, code):
         chunks(store_threshold=1),
         chunks(store_threshold=0),
         chunks(blocks_per_chunk=1),
+        {"cache_config__block_size": 32},
         chunks(block_size=32) | {"cache_config__block_size": 32},
         simple(store_threshold=2, block_size=64),  # keys that it does not read
         NO_GROUPS | V2_OF_32,
@@ -1158,8 +1220,10 @@ def test_the_facts_of_an_engine_are_those_of_the_gates_and_of_vllm(process, monk
 def test_a_key_that_vllm_ignores_is_told(monkeypatch, warned):
     ignored = {"lazy_ofload": "lazy_offload", "secondary_tiers": "", "mine": ""}
     monkeypatch.setattr(connector_keys, "unread", lambda leaf: ignored)
-    assert check(config(**simple())) is None
+    assert check(config(**multi("OffloadingConnector", "SimpleCPUOffloadConnector"))) is None
     (said,) = (one.message for one in warned.records if "ignores" in one.message)
+    assert "ignores secondary_tiers of OffloadingConnector's " in said
+    assert "it takes spec_name TieringOffloadingSpec beside it, and vLLM " in said
     assert "ignores lazy_ofload of SimpleCPUOffloadConnector's " in said
     assert "did you mean lazy_offload?" in said
     assert "only OffloadingConnector has secondary tiers" in said

@@ -1,5 +1,7 @@
 """Rules, for one of several connectors, the other value of a boundary, and the next release."""
 
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +21,7 @@ from test_rules import (
     WINDOWS,
     breaks,
     check,
+    chunks,
     code_of,
     config,
     extra_of,
@@ -33,13 +36,14 @@ from test_rules import (
 
 from kvpatch import admitted, rules
 from kvpatch.patches.kvcached_adapters.rules import runs_v2
-from kvpatch.patches.offloading.connector_rules import has_tiers
+from kvpatch.patches.offloading.connector_rules import SELF_DESCRIBING, has_tiers
 from kvpatch.patches.offloading.model_rules import EXPERTS
 from kvpatch.patches.offloading.rules import NEVER_SET
 from kvpatch.patches.simple_offload.rules import RULES as SIMPLE_RULES
 from kvpatch.rules import Rule
 
 OFFLOADING, SIMPLE = "OffloadingConnector", "SimpleCPUOffloadConnector"
+SUPPORT = (Path(__file__).parents[2] / "docs/support.md").read_text().splitlines()
 
 
 def inside(name, **extra):
@@ -75,6 +79,7 @@ EDGES = [
     ({"kv_transfer_config__kv_connector": OFFLOADING} | MINE, "KVP302"),
     ({"kv_transfer_config__kv_connector": SIMPLE} | MINE, "KVP302"),
     ({"kv_transfer_config__kv_connector": "MultiConnector"} | MINE, "KVP302"),
+    ({"kv_transfer_config__kv_connector": "NixlConnector"} | MINE, "KVP302"),
     (multi(OFFLOADING, SIMPLE, kv_connector_module_path="mine"), "KVP319"),
     (SECOND_MINE, "KVP319"),
     (multi(SIMPLE, SIMPLE), "KVP320"),
@@ -157,6 +162,26 @@ def test_each_of_two_of_a_kind_counts(code, release, extra, refused):
     """vLLM would run them, if no other rule refused two."""
     connectors = of_connectors([inside(SIMPLE, **one) for one in extra])
     assert breaks(code, connectors | WINDOWS | {"machine__vllm": release}) is refused
+
+
+@pytest.mark.parametrize(
+    ("code", "release", "extra"),
+    [
+        ("KVP354", "0.16.0", {"eviction_policy": "arc"}),
+        ("KVP355", "0.28.0", {"block_size": 64}),
+        ("KVP358", "0.34.0", {"store_threshold": 2}),
+        ("KVP359", "0.34.0", {"blocks_per_chunk": 2}),
+        ("KVP377", "0.34.0", {"backpressure": True}),
+        ("KVP377", "0.34.0", {"self_describing_kv_events": True}),
+    ],
+)
+def test_the_second_of_two_tiers_counts(code, release, extra):
+    """As above; and of SimpleCPUOffloadConnector, which does not read the keys, none does."""
+    changes = WINDOWS | {"machine__vllm": release}
+    both = of_connectors([inside(OFFLOADING), inside(OFFLOADING, **extra)])
+    assert breaks(code, changes | both)
+    assert not breaks(code, changes | of_connectors([inside(OFFLOADING)] * 2))
+    assert code == "KVP377" or not breaks(code, changes | simple(**extra))
 
 
 @pytest.mark.parametrize(
@@ -288,15 +313,19 @@ def test_engines_of_which_each_is_on_one_machine_start():
 
 
 def test_experts_of_one_rank_are_all_of_them():
-    assert code_of(parallel_config__enable_expert_parallel=True) is None
+    for apart in (False, True):
+        experts = {"model_config__is_moe": True, "parallel_config__enable_expert_parallel": apart}
+        assert code_of(**experts, **ONE_RANK) is None
 
 
 @pytest.mark.parametrize(("apart", "name"), EXPERTS.items())
 def test_experts_over_ranks_start_where_they_ran(monkeypatch, apart, name):
     experts = {"model_config__is_moe": True, "parallel_config__enable_expert_parallel": apart}
     made = TWO_RANKS | experts | {"machine__vllm": "0.33.0"}
+    one_layer = {"model_config__hf_text_config": SimpleNamespace(num_hidden_layers=1)}
     monkeypatch.setattr(admitted, "table", dict)
-    assert code_of(**made) == "KVP389"
+    assert check(config(**made)).what.endswith(" and expert parallelism") is apart
+    assert code_of(**made | one_layer) == "KVP389"
     monkeypatch.setattr(admitted, "table", lambda: {name: {"0.33.0": ["Offloading"]}})
     assert code_of(**made) is None
     assert code_of(**made | {"parallel_config__enable_expert_parallel": not apart}) == "KVP389"
@@ -307,9 +336,27 @@ def test_experts_over_ranks_start_where_they_ran(monkeypatch, apart, name):
         assert code_of(**made | dense_layers) != "KVP389"
 
 
-@pytest.mark.parametrize("path", NEVER_SET)
-def test_a_field_that_no_engine_ran_with(path):
-    section, _, name = path.partition(".")
+def listed(*beginning):
+    """What docs/support.md names in a line that begins so."""
+    return re.findall(r"`(\w+)`", next(one for one in SUPPORT if one.startswith(beginning)))
+
+
+@pytest.mark.parametrize("name", listed("- `NixlConnector`"))
+def test_a_connector_that_registers_its_memory_once(name):
+    assert breaks("KVP391", {"kv_transfer_config__kv_connector": name})
+
+
+@pytest.mark.parametrize("key", listed("- `cache_policy_module_path`"))
+def test_a_key_that_no_engine_ran_with(monkeypatch, key):
+    monkeypatch.setattr(admitted, "ran_with", lambda name, *_: False)
+    assert breaks("KVP377", chunks(**{key: True}))
+    monkeypatch.setattr(admitted, "ran_with", lambda name, *_: name == SELF_DESCRIBING)
+    assert breaks("KVP377", chunks(**{key: True})) is (key != "self_describing_kv_events")
+
+
+@pytest.mark.parametrize("name", listed("- offloading with `enable_dbo`")[:-2])
+def test_a_field_that_no_engine_ran_with(name):
+    (section,) = (path.removesuffix(f".{name}") for path in NEVER_SET if path.endswith(f".{name}"))
     method = {"method": "eagle"} if section == "speculative_config" else {}
     owner = getattr(config(), section, None) or SimpleNamespace(**method)
     made = {"machine__vllm": "0.33.0", section: owner}

@@ -227,7 +227,6 @@ RULES = (
         "connector is configured",
         admitted.why("no hybrid manager"),
         "remove --disable-hybrid-kv-cache-manager",
-        only_in=HYBRID_MANAGER,
     ),
     Rule(
         "KVP307",

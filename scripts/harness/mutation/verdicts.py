@@ -72,6 +72,11 @@ EQUIVALENT: dict[str, dict[str, str]] = {
     f"{FEATURES}/offloading/rules.py": {
         "_scheduler: requested is None or not isinstance(requested, type) -> "
         "((not isinstance(requested, type)))": "None is no class, and is returned in both cases",
+        "has_threshold: 0 -> (0 + 1)": "the first use is no later one",
+        "_never_set: found -> list(found)[:1]": "a refusal names the first",
+    },
+    f"{FEATURES}/offloading/model_rules.py": {
+        "_has_experts: 1 -> (1 + 1)": "more layers than are dense, in both cases",
     },
     f"{FEATURES}/simple_offload/rules.py": {
         '_eager_windows: _is_simple(config, facts) and not all(_values(config, "lazy_ ... '
@@ -131,6 +136,12 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         'with loaded blocks", ), ) -> ()': (
             "engines without the row stand still: scripts/matrix without deadlock.schedule"
         ),
+    },
+    f"{FEATURES}/offloading/model_rules.py": {
+        f"module: (place.ALONE, SEVERAL_RANKS) -> ({left},)": (
+            "what a sentence says of the releases: tests/unit/test_docs.py"
+        )
+        for left in ("place.ALONE", "SEVERAL_RANKS")
     },
 }
 
