@@ -190,6 +190,18 @@ def test_where_the_tier_of_the_offloading_connector_is(extra, release, device, m
     assert taken(extra, facts(release, device), **more) == expected
 
 
+@pytest.mark.parametrize(
+    ("of_ranks", "count"),
+    [
+        ({"data_parallel_size": 4, "data_parallel_size_local": 2}, 2),
+        ({"data_parallel_size": 4}, 4),  # a release that has no engines elsewhere
+        ({"data_parallel_size": 1, "data_parallel_size_local": 2}, 1),  # an engine of those
+    ],
+)
+def test_each_engine_of_a_server_has_a_tier(of_ranks, count):
+    assert cpu_tier.engines(SimpleNamespace(parallel_config=SimpleNamespace(**of_ranks))) == count
+
+
 def test_torch_rounds_the_memory_of_each_rank():
     assert taken(SIZE, facts("0.26.0"), ranks=4) == (0, 4 * 32)
     assert taken(EVEN, facts("0.26.0"), ranks=4) == (0, 64)

@@ -655,6 +655,7 @@ def test_the_rule_refuses_with_its_sentence(code, what, changes):
         {"quant_config": SimpleNamespace(kv_cache_scheme=None)},
         *(SCHEME | at(one) | BFLOAT16 for one in ("0.22.1", "0.26.0")),  # as the sentence says
         {"quant_config": None},
+        *(of_environment(VLLM_USE_RUST_FRONTEND=off) for off in ("", "0")),
         # Tiers that fit.
         tier(64),
         tier(100),
@@ -1222,11 +1223,13 @@ def test_a_key_that_vllm_ignores_is_told(monkeypatch, warned):
     monkeypatch.setattr(connector_keys, "unread", lambda leaf: ignored)
     assert check(config(**multi("OffloadingConnector", "SimpleCPUOffloadConnector"))) is None
     (said,) = (one.message for one in warned.records if "ignores" in one.message)
-    assert "ignores secondary_tiers of OffloadingConnector's " in said
-    assert "it takes spec_name TieringOffloadingSpec beside it, and vLLM " in said
+    tiers = "ignores secondary_tiers of {}'s kv_connector_extra_config: {}, and vLLM "
+    beside = "it takes spec_name TieringOffloadingSpec beside it"
+    assert tiers.format("OffloadingConnector", beside) in said
+    simple = "only OffloadingConnector has secondary tiers"
+    assert tiers.format("SimpleCPUOffloadConnector", simple) in said
     assert "ignores lazy_ofload of SimpleCPUOffloadConnector's " in said
     assert "did you mean lazy_offload?" in said
-    assert "only OffloadingConnector has secondary tiers" in said
     assert said.endswith(
         "ignores mine of SimpleCPUOffloadConnector's kv_connector_extra_config: remove it"
     )

@@ -39,12 +39,12 @@ class CpuTier(NamedTuple):
     """The CPU tier of one connector."""
 
     asked: int  # bytes that are configured, of all ranks
-    taken: int  # bytes that it takes before the engine is ready, at least
-    in_shm: bool  # whether it is a file in /dev/shm
+    taken: int = 0  # bytes that it takes before the engine is ready, at least
+    in_shm: bool = False  # whether it is a file in /dev/shm
     # Bytes of the largest range that is registered with CUDA at once; 0 if torch allocates it, or
     # it is registered in parts.
-    registered: int
-    rounded: bool  # whether torch rounds each of its allocations up to a power of two
+    registered: int = 0
+    rounded: bool = False  # whether torch rounds each of its allocations up to a power of two
 
 
 def of(config: Any, facts: Facts) -> list[CpuTier]:
@@ -79,7 +79,7 @@ def asked(leaf: connectors.Leaf, ranks: int) -> int:
             each = int(leaf.extra.get("cpu_bytes_to_use", SIMPLE_DEFAULT)) // ranks
             return int(leaf.extra.get("cpu_bytes_to_use_per_rank", each)) * ranks
         if leaf.name == connectors.OFFLOADING:
-            return int(leaf.extra.get("cpu_bytes_to_use") or 0)
+            return int(leaf.extra.get("cpu_bytes_to_use", 0))
     except (TypeError, ValueError):
         pass
     return 0
@@ -112,20 +112,20 @@ def _simple(size: int, ranks: int, facts: Facts) -> CpuTier:
     # Layer by layer in the other layout, and then of unknown size.
     pinned = facts.device == "cuda"
     registered = each if pinned and facts.contiguous else 0
-    return CpuTier(each * ranks, each * ranks if pinned else 0, False, registered, False)
+    return CpuTier(each * ranks, each * ranks if pinned else 0, registered=registered)
 
 
 def _offloading(asked: int, extra: dict[str, Any], ranks: int, facts: Facts) -> CpuTier:
     if HOST_POOL.read(facts.environment):  # has a rule of its own
-        return CpuTier(asked, 0, False, 0, False)
+        return CpuTier(asked)
     shared = extra.get("spec_name") in _TIERING or is_shared(facts.vllm, facts.device)
     if shared:
         whole = facts.device == "cuda" and release_of(facts.vllm) not in IN_PARTS
-        return CpuTier(asked, asked, True, asked if whole else 0, False)
+        return CpuTier(asked, asked, in_shm=True, registered=asked if whole else 0)
     if facts.device != "cuda":
-        return CpuTier(asked, 0, False, 0, False)
+        return CpuTier(asked)
     rounded = not any(_ROUNDING in facts.environment.get(name, "") for name in _ALLOCATOR)
     # In the other layout each layer is rounded, and how many there are is not known here.
     known = rounded and facts.contiguous
     taken = power_of_two(asked // ranks) * ranks if known else asked
-    return CpuTier(asked, taken, False, 0, rounded)
+    return CpuTier(asked, taken, rounded=rounded)
