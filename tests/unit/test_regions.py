@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from test_region_memory import find, pool, torch  # noqa: F401
 
-from kvpatch.patches.elastic_memory import regions
+from kvpatch.patches.elastic_memory import lifting, regions
 from kvpatch.patches.elastic_memory.regions import check_kinds
 from kvpatch.refusal import VERIFY_IT, Refusal
 from kvpatch.status import Record
@@ -150,3 +150,10 @@ def test_too_few_blocks(view):
         "memory, because its blocks cannot be located in memory; report this with your command "
         "line, or set KVPATCH=0. [KVP405]"
     )
+
+
+def test_a_kind_that_is_lifted_lifts_no_dtype(monkeypatch):
+    monkeypatch.setattr(lifting, "lifts", lambda refusal: refusal.code == "KVP406")
+    check_kinds(plan(spec("ChunkedLocalAttentionSpec")))
+    with pytest.raises(Refusal, match="KVP418"):
+        check_kinds(plan(spec("ChunkedLocalAttentionSpec", dtype="torch.uint8")))

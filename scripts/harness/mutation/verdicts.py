@@ -47,6 +47,12 @@ EQUIVALENT: dict[str, dict[str, str]] = {
     f"{FEATURES}/suspend/share.py": {
         "Share.__init__: 0.0 -> (0.0 + 1)": "what is above 0 is not kept for the next share",
     },
+    f"{FEATURES}/elastic_memory/regions.py": {
+        "_is_validated_fp8: 0 -> (0 + 1)": "each of the two was compared",
+    },
+    f"{FEATURES}/elastic_memory/verify.py": {
+        "module: 1.0 -> (1.0 + 1)": "a number of seconds that was chosen",
+    },
     f"{FEATURES}/elastic_memory/reservation.py": {
         "around_wait: 0.01 -> (0.01 + 1)": "a number of seconds that was chosen",
     },
