@@ -634,6 +634,7 @@ def test_the_rule_refuses_with_its_sentence(code, what, changes):
         spec("HostTieringOffloadingSpec", "kvpatch.hostdevice.tiering"),
         tiers("fs"),
         tiers("fs", "fs"),
+        tiers("fs") | of_environment(KVPATCH_TIER_SIZE="1GiB"),
         tiers("fs") | {"cache_config__prefix_caching_hash_algo": "sha256_cbor"},
         {"cache_config__prefix_caching_hash_algo": "xxhash"},
         IN_MULTI,

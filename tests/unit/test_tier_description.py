@@ -134,17 +134,20 @@ def test_a_worker_describes_its_platform_weights_and_layout(worker):
     }
 
 
-def test_how_a_state_is_kept_counts_where_there_is_one(worker):
+STATE = ("mamba_cache_mode", "mamba_block_size", "mamba_cache_dtype", "mamba_ssm_cache_dtype")
+
+
+@pytest.mark.parametrize("at", "abc")
+def test_how_a_state_is_kept_counts_where_there_is_one(worker, at):
     """A mode names other tokens' states by the same hash."""
-    caching = SimpleNamespace(mamba_cache_mode="align", mamba_block_size=64)
+    caching = SimpleNamespace(**dict.fromkeys(STATE, "as it is"))
     worker.model_runner.vllm_config = SimpleNamespace(cache_config=caching)
     assert "state" not in fingerprint.describe(worker)
     layers = worker.model_runner.compilation_config.static_forward_context
-    layers["a"].kv_cache = [Cache(1000), Cache(1024)]
-    described = fingerprint.describe(worker)["state"]
-    assert (described["mamba_cache_mode"], described["mamba_block_size"]) == ("align", 64)
-    caching.mamba_cache_mode = "all"
-    assert fingerprint.describe(worker)["state"] != described
+    layers[at].kv_cache = [layers[at].kv_cache]
+    for name in STATE:
+        setattr(caching, name, "otherwise")
+        assert fingerprint.describe(worker)["state"] == vars(caching)
 
 
 @pytest.mark.parametrize("runner", ["drafter", "speculator"])
@@ -168,7 +171,9 @@ def test_what_drafts_counts_as_the_model_does(worker, runner):
     for owner, name, value in (
         (speculative, "method", "draft_model"),
         (speculative, "num_speculative_tokens", 2),
+        (speculative, "parallel_drafting", True),
         (drafting, "hf_config", {"hidden_size": 32}),
+        (drafting, "hf_text_config", {"hidden_size": 32}),
         (drafting, "dtype", "float16"),
     ):
         setattr(owner, name, value)

@@ -231,6 +231,15 @@ def test_a_tier_without_an_engine_is_refused_and_one_without_weights_is_not(monk
     assert state.find(mapper(tmp_path), Weights) is None
 
 
+def test_names_of_objects_in_a_store_are_those_of_no_folders(weights, tmp_path):
+    with fingerprint.without_folders():
+        made = mapper(tmp_path)
+    assert made.fields["kvpatch_memory"] == "old"
+    assert list(tmp_path.iterdir()) == []
+    mapper(tmp_path)
+    assert list(tmp_path.iterdir()) != []
+
+
 def test_a_folder_that_others_can_open_is_refused(weights, tmp_path):
     (tmp_path / f"m-old-{os.geteuid()}").mkdir(mode=0o777)
     (tmp_path / f"m-old-{os.geteuid()}").chmod(0o777)
