@@ -1,8 +1,7 @@
 """python -m harness.simulate: a seeded simulation, see ``harness.simulate``.
 
-python -m harness.simulate --seed 7 --steps 300     one world, replayed by its number
+python -m harness.simulate --seed 7 --kind eager    one world, replayed by its number
 python -m harness.simulate --seeds 100              seeds 1 to 100
-python -m harness.simulate --minutes 10             as many as that takes
 """
 
 import argparse
@@ -64,41 +63,26 @@ def simulate(function: str = "run", **job: Any) -> dict[str, Any]:
 def main() -> int:
     """Run what the command line asks for; 0 when every invariant held."""
     parser = console.parser("python -m harness.simulate", __doc__ or "")
-    parser.add_argument("--seed", type=int, help="the first seed, and the only one if given alone")
-    parser.add_argument("--seeds", type=int, help="how many")
-    parser.add_argument("--steps", type=int, default=STEPS, help="operations of a world")
-    parser.add_argument("--minutes", type=float, help="as many seeds as this takes")
+    parser.add_argument("--seed", type=int, default=1, help="the first (default: %(default)s)")
+    parser.add_argument("--seeds", type=int, default=1, help="how many (default: %(default)s)")
+    parser.add_argument(
+        "--steps", type=int, default=STEPS, help="operations of a world (default: %(default)s)"
+    )
     parser.add_argument(
         "--kind",
         help="offloading, tiers, eager or lazy; pooled, pooled eager or pooled lazy",
     )
-    parser.add_argument("--go-on", action="store_true", help="after a seed that fails")
-    parser.add_argument("--mutate", action="store_true", help="break each component once")
-    parser.add_argument("--only", action="append", help="with --mutate: these mutations")
     options = parser.parse_args()
     return console.run(console.Screen("simulate"), lambda: run(options))
 
 
 def run(options: argparse.Namespace) -> int:
     """Run the seeds."""
-    asked = {"seed": options.seed or 1, "steps": options.steps, "kind": options.kind}
-    if options.mutate:
-        broken = simulate("mutate", seeds=options.seeds or 20, mutations=options.only, **asked)
-        return int(any(one["seed"] is None for one in broken.values()))
-    found = simulate(
-        seeds=options.seeds or (10**9 if options.minutes else 1),
-        seconds=(options.minutes or 0) * 60,
-        go_on=options.go_on,
-        **asked,
-    )
+    found = simulate(**vars(options))
     for failed in found["failed"]:
         print("\n".join(failed["log"][-12:]))
-        print(
-            f"simulate: seed {failed['seed']}: {failed['what']}\nreplay: python -m "
-            f"harness.simulate --seed {failed['seed']} --steps {options.steps}"
-            + (f" --kind {options.kind}" if options.kind else "")
-        )
-    print(f"simulate: {found['seeds']} worlds, {found['operations']} operations, {found['counts']}")
+        print(f"simulate: seed {failed['seed']}: {failed['what']}")
+    print(f"simulate: {found['kinds']}, {found['counts']}")
     return int(bool(found["failed"]))
 
 

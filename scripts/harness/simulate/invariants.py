@@ -18,13 +18,8 @@ INVARIANTS = {
 
 
 class Violation(AssertionError):
-    """An invariant does not hold.
-
-    Attributes:
-        invariant: its name in ``INVARIANTS``.
-    """
+    """An invariant, by its name in ``INVARIANTS``, does not hold."""
 
     def __init__(self, invariant: str, what: str) -> None:
         assert invariant in INVARIANTS
         super().__init__(f"{invariant}: {what}")
-        self.invariant = invariant

@@ -5,8 +5,7 @@ A mutation replaces one attribute of kvpatch, vLLM or kvcached for some worlds.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 from kvcached.integration.vllm.allocation_attempt import AllocationAttempt
@@ -30,23 +29,22 @@ from kvpatch.pool.member import Member
 from kvpatch.pool.memory import Memory
 
 
-@dataclass(frozen=True)
-class Mutation:
+class Mutation(NamedTuple):
     """One thing broken.
 
     Attributes:
-        component: what it is a part of.
         host: the module or class.
         name: its attribute.
         broken: from the original to its replacement.
         kinds: of connectors that use it.
+        first: a seed that finds it, played before the others.
     """
 
-    component: str
     host: Any
     name: str
     broken: Callable[[Any], Any]
     kinds: tuple[str, ...]
+    first: int = 1
 
     def force(self) -> AbstractContextManager[Any]:
         """Break it, within a ``with`` block."""
@@ -56,6 +54,9 @@ class Mutation:
 def _answers(value: Any) -> Callable[[Any], Any]:
     """Return what puts a function in the place of another that does nothing but answer."""
     return lambda original: lambda *args: value
+
+
+NOTHING = _answers(None)
 
 
 def _swallow(read: Any) -> Any:
@@ -112,91 +113,6 @@ def _frees_only(manager: Any, extents: Extents, index: int) -> int:
     return 0
 
 
-OFFLOADING = ("offloading", "tiers")
-SIMPLE = ("eager", "lazy")
-TIERS = ("tiers",)
-EVERY = (*OFFLOADING, *SIMPLE)
-MUTATIONS = {
-    "the fence releases at once": Mutation(
-        "fence",
-        Fence,
-        "split",
-        lambda split: (
-            lambda self, retired, can_plan: (
-                [page for _, pages in retired for page in pages],
-                [],
-            )
-        ),
-        OFFLOADING,
-    ),
-    "the fence is blind to plans": Mutation(
-        "fence",
-        Fence,
-        "split",
-        lambda split: lambda self, retired, can_plan: split(self, retired, False),
-        OFFLOADING,
-    ),
-    "the fence is blind to transfers": Mutation(
-        "fence",
-        Fence,
-        "plan",
-        lambda plan: lambda self, jobs, epoch: plan(self, [], epoch),
-        OFFLOADING,
-    ),
-    "the fence takes one report for all": Mutation(
-        "fence",
-        Fence,
-        "report",
-        lambda report: lambda self, job, workers: report(self, job, self.workers),
-        OFFLOADING,
-    ),
-    "the fence drops reports": Mutation("fence", Fence, "report", _answers(None), OFFLOADING),
-    "the fence counts a report twice": Mutation("fence", Fence, "report", _twice, OFFLOADING),
-    "an idle engine is not stepped": Mutation(
-        "fence", Fence, "holding", lambda holding: property(lambda self: 0), OFFLOADING
-    ),
-    "nothing is released after a step": Mutation(
-        "fence", hooks, "release_now", _answers(None), EVERY
-    ),
-    "a standstill is not broken": Mutation(
-        "standstill", deadlock, "holds", _answers(False), OFFLOADING
-    ),
-    "the limit is ignored": Mutation("limits", KVCacheManager, "resize", _answers(True), EVERY),
-    "a failed allocation stays": Mutation(
-        "rollback of allocations", AllocationAttempt, "rollback", _answers(None), EVERY
-    ),
-    "a failed plan stays": Mutation(
-        "rollback of plans", Transaction, "revert_to", _answers([]), OFFLOADING
-    ),
-    "files are not checked": Mutation(
-        "tiers", block_files, "seal", _answers(bytes(block_files.FIELDS.size)), TIERS
-    ),
-    "a failed read counts as read": Mutation("tiers", block_files, "_read", _swallow, TIERS),
-    "the tier reads another block": Mutation(
-        "tiers",
-        fs_manager,
-        "batch_load_block",
-        lambda load: lambda paths, *rest: load(paths[::-1], *rest),
-        TIERS,
-    ),
-    "a late disk is waited for": Mutation(
-        "tiers", Unanswered, "late", lambda late: property(lambda self: False), TIERS
-    ),
-    "a reset keeps the tier's blocks": Mutation(
-        "tiers", CPUOffloadingManager, "reset_cache", _answers(None), ("offloading",)
-    ),
-    "a copy takes another place": Mutation(
-        "offloading", workers, "places", _next_chunk, OFFLOADING
-    ),
-    "eviction offers a block in use": Mutation(
-        "simple connector", EvictableBlocks, "pop", _keep_used, ("lazy",)
-    ),
-    "an idle engine leaves its copies": Mutation(
-        "simple connector", lifetime, "waits_for_copies", _answers(False), SIMPLE
-    ),
-}
-
-
 def _evicts_all(self: Queue, index: int) -> int:
     """Take back every block of an extent, also those in use."""
     held = list(self._extents.open[index].held)
@@ -217,53 +133,90 @@ def _finds_still(self: Queue, index: int) -> int:
     return len(held)
 
 
+OFFLOADING = ("offloading", "tiers")
+SIMPLE = ("eager", "lazy")
+TIERS = ("tiers",)
+EVERY = (*OFFLOADING, *SIMPLE)
+POOLED = ("pooled",)
 SIMPLE_POOLED = ("pooled eager", "pooled lazy")
-# Of worlds with a host pool, which are in a process of their own.
-POOLED_MUTATIONS = {
-    "the pool is blind to transfers": Mutation(
-        "host pool", Extents, "begin", lambda begin: lambda *args: None, ("pooled",)
+MUTATIONS = {
+    "the fence releases at once": Mutation(
+        Fence,
+        "split",
+        lambda split: lambda *args: ([page for _, pages in args[1] for page in pages], []),
+        OFFLOADING,
     ),
+    "the fence is blind to plans": Mutation(
+        Fence,
+        "split",
+        lambda split: lambda self, retired, can_plan: split(self, retired, False),
+        OFFLOADING,
+        6,
+    ),
+    "the fence is blind to transfers": Mutation(
+        Fence, "plan", lambda plan: lambda self, jobs, epoch: plan(self, [], epoch), OFFLOADING, 2
+    ),
+    "the fence takes one report for all": Mutation(
+        Fence,
+        "report",
+        lambda report: lambda self, job, workers: report(self, job, self.workers),
+        OFFLOADING,
+        2,
+    ),
+    "the fence drops reports": Mutation(Fence, "report", NOTHING, OFFLOADING),
+    "the fence counts a report twice": Mutation(Fence, "report", _twice, OFFLOADING),
+    "an idle engine is not stepped": Mutation(
+        Fence, "holding", lambda holding: property(lambda self: 0), OFFLOADING, 168
+    ),
+    "nothing is released after a step": Mutation(hooks, "release_now", NOTHING, EVERY, 2),
+    "a standstill is not broken": Mutation(deadlock, "holds", _answers(False), OFFLOADING, 10),
+    "the limit is ignored": Mutation(KVCacheManager, "resize", _answers(True), EVERY),
+    "a failed allocation stays": Mutation(AllocationAttempt, "rollback", NOTHING, EVERY, 3),
+    "a failed plan stays": Mutation(Transaction, "revert_to", _answers([]), OFFLOADING, 5),
+    "files are not checked": Mutation(
+        block_files, "seal", _answers(bytes(block_files.FIELDS.size)), TIERS, 3
+    ),
+    "a failed read counts as read": Mutation(block_files, "_read", _swallow, TIERS, 2),
+    "the tier reads another block": Mutation(
+        fs_manager,
+        "batch_load_block",
+        lambda load: lambda paths, *rest: load(paths[::-1], *rest),
+        TIERS,
+    ),
+    "a late disk is waited for": Mutation(
+        Unanswered, "late", lambda late: property(lambda self: False), TIERS
+    ),
+    "a reset keeps the tier's blocks": Mutation(
+        CPUOffloadingManager, "reset_cache", NOTHING, ("offloading",)
+    ),
+    "a copy takes another place": Mutation(workers, "places", _next_chunk, OFFLOADING),
+    "eviction offers a block in use": Mutation(EvictableBlocks, "pop", _keep_used, ("lazy",)),
+    "an idle engine leaves its copies": Mutation(
+        lifetime, "waits_for_copies", _answers(False), SIMPLE, 3
+    ),
+    # Of worlds with a host pool, which are in a process of their own.
+    "the pool is blind to transfers": Mutation(Extents, "begin", NOTHING, POOLED),
     "the pool takes one report for all": Mutation(
-        "host pool",
         Extents,
         "report",
         lambda report: lambda self, job, workers: report(self, job, 99),
-        ("pooled",),
+        POOLED,
     ),
-    "the pool's limit is ignored": Mutation(
-        "host pool", Member, "take", _takes_anyway, ("pooled",)
-    ),
-    "a reset keeps the pool's chunks": Mutation(
-        "host pool", Extents, "reset", lambda reset: lambda self: None, ("pooled",)
-    ),
-    "what is counted as given back is not": Mutation(
-        "host pool", Memory, "punch", lambda punch: lambda *args: None, ("pooled",)
-    ),
+    "the pool's limit is ignored": Mutation(Member, "take", _takes_anyway, POOLED),
+    "a reset keeps the pool's chunks": Mutation(Extents, "reset", NOTHING, POOLED),
+    "what is counted as given back is not": Mutation(Memory, "punch", NOTHING, POOLED),
     "evicted blocks are still found": Mutation(
-        "host pool", connected, "evict", lambda evict: _frees_only, ("pooled",)
+        connected, "evict", lambda evict: _frees_only, POOLED
     ),
-    "a block in use is evicted": Mutation(
-        "host pool of the simple connector",
-        Queue,
-        "evict",
-        lambda evict: _evicts_all,
-        SIMPLE_POOLED,
-    ),
+    "a block in use is evicted": Mutation(Queue, "evict", lambda evict: _evicts_all, SIMPLE_POOLED),
     "evicted blocks of the simple connector are still found": Mutation(
-        "host pool of the simple connector",
-        Queue,
-        "evict",
-        lambda evict: _finds_still,
-        SIMPLE_POOLED,
+        Queue, "evict", lambda evict: _finds_still, SIMPLE_POOLED
     ),
     "a cached block is handed out as free": Mutation(
-        "host pool of the simple connector",
         Queue,
         "append_n",
         lambda append: lambda self, blocks: self.prepend_n(blocks),
         SIMPLE_POOLED,
     ),
-    "the null block has the first chunk": Mutation(
-        "host pool of the simple connector", simple, "NULL", lambda one: 0, SIMPLE_POOLED
-    ),
+    "the null block has the first chunk": Mutation(simple, "NULL", lambda one: 0, SIMPLE_POOLED),
 }

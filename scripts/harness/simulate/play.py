@@ -161,18 +161,14 @@ class Played:
     Attributes:
         seed: of the world.
         mode: of the engine.
-        operations: how many happened.
         counts: what happened in them.
-        invariant: the one that did not hold, or None.
-        what: the violation.
+        what: the violation of an invariant, if one did not hold.
         log: the operations, the last of them last.
     """
 
     seed: int
     mode: Mode
-    operations: int = 0
     counts: dict[str, int] = field(default_factory=dict)
-    invariant: str | None = None
     what: str = ""
     log: list[str] = field(default_factory=list)
 
@@ -207,12 +203,11 @@ def play(seed: int, operations: int, model: str, folder: Path, kind: str | None 
             name = source.choices(list(known), weights)[0]
             number = source.randrange(known[name].top)
             played.log.append(f"{name} ({number})")
-            played.operations += 1
             perform(world, name, number)
         played.log.append("everything ends")
         perform(world, "", 0)
     except Violation as found:
-        played.invariant, played.what = found.invariant, str(found)
+        played.what = str(found)
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         if world is not None:
@@ -220,7 +215,7 @@ def play(seed: int, operations: int, model: str, folder: Path, kind: str | None 
             try:
                 world.close()
             except Exception:
-                if played.invariant is None:
+                if not played.what:
                     raise
     return played
 
