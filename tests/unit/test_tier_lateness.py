@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from kvpatch.patches.secondary_tiers.timeout import Unanswered
+from kvpatch.patches.secondary_tiers.timeout import Unanswered, progressed
 
 
 def test_a_tier_is_late_after_its_limit_and_not_at_it():
@@ -28,6 +28,21 @@ def test_a_task_whose_first_block_the_disk_never_answers_makes_the_tier_late():
     unanswered.run("job", task)
     assert seen == [True]
     assert not unanswered.late
+
+
+def test_each_block_that_the_disk_answers_starts_the_wait_anew_and_is_counted():
+    now = [0.0]
+    unanswered = Unanswered(10, lambda: now[0])
+    seen, moved = [], []
+
+    def task():
+        for now[0] in (9.0, 18.0):
+            progressed(96)
+            seen.append(unanswered.late)
+
+    unanswered.run("job", task, moved.append)
+    progressed(96)  # of no task
+    assert (seen, moved) == ([False, False], [96, 96])
 
 
 def test_a_change_by_another_thread_is_looked_at_again():
