@@ -179,7 +179,8 @@ BOTH = [
         (EACH, "0.24.0", "cuda", {"name": SIMPLE, "ranks": 2}, (0, 20)),
         # The tiers inside a MultiConnector add up.
         ({"connectors": BOTH}, "0.32.0", "cuda", {"name": "MultiConnector"}, (65, 130)),
-        # A size that vLLM refuses is left to it.
+        # A size that is not given, or that vLLM refuses, is left to it.
+        ({}, "0.32.0", "cuda", {}, (0, 0)),
         *(
             ({"cpu_bytes_to_use": size}, "0.32.0", "cuda", {}, (0, 0))
             for size in (None, 0, "much", [1])

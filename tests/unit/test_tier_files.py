@@ -4,11 +4,13 @@ import mmap
 import os
 import resource
 import stat
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from kvpatch.patches.secondary_tiers import block_files
+from kvpatch.patches.secondary_tiers import block_files, timeout
 from kvpatch.patches.secondary_tiers.block_files import SEAL, load_blocks, own_folder, store_blocks
 
 SIZE = mmap.PAGESIZE
@@ -57,10 +59,34 @@ def test_blocks_come_back_in_any_order(tmp_path):
 
 
 def test_a_file_that_exists_is_left_as_it_is(tmp_path):
-    (one,) = paths(tmp_path, "one.bin")
+    one, two = paths(tmp_path, "one.bin", "two.bin")
     store([one], [b"1"])
-    store([one], [b"2"])
-    assert load([one]) == [b"1"]
+    moved = []
+    again = partial(store, [one, two], [b"2", b"2"])
+    timeout.Unanswered(10).run("job", again, moved.append)
+    assert load([one, two]) == [b"1", b"2"]
+    assert moved == [0, SIZE]
+
+
+@pytest.mark.parametrize("removed", range(5))
+def test_a_folder_that_others_remove_is_made_again_three_times(tmp_path, removed):
+    folders = iter(range(removed))
+
+    def use():
+        for _ in folders:
+            (tmp_path / "layout").rmdir()
+            raise FileNotFoundError
+        return "opened"
+
+    (tmp_path / "layout").mkdir()
+    opened = nullcontext() if removed < 4 else pytest.raises(FileNotFoundError)
+    with opened:
+        assert block_files._in_folders(str(tmp_path / "layout/one.bin"), use) == "opened"
+    assert (tmp_path / "layout").is_dir() is (removed < 4)
+
+
+def test_without_a_size_nobody_makes_room():
+    assert not block_files.Ledger().kept
 
 
 def test_those_before_the_first_fault_count(tmp_path):
