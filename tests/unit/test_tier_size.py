@@ -5,12 +5,13 @@ import multiprocessing
 import os
 import signal
 import sqlite3
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import test_tier_files
+from fakes import raising
 from test_tier_files import SIZE
 
 from kvpatch.cli.status import disk_line
@@ -74,6 +75,7 @@ def test_the_oldest_by_their_last_use_go_first(tmp_path):
     removed = []
     folder = of(tmp_path, 3, removed=removed.append)
     store(folder, 1, 2, 3)
+    assert not hasattr(folder, "adopting")  # it has made the ledger itself
     load(folder, 1)
     store(folder, 4)
     assert kept(tmp_path) == [1, 3, 4]
@@ -100,9 +102,47 @@ def test_engines_of_one_folder_agree(tmp_path):
     assert known(tmp_path) == (3 * FILE, 3 * FILE)
 
 
+def test_what_is_used_together_is_noted_together(tmp_path):
+    folder = of(tmp_path, 3)
+    store(folder, 1, 2, 3)
+    for number in (1, 2):
+        folder.use(path(tmp_path, number))
+    folder.settle()
+    store(folder, 4)
+    assert kept(tmp_path) == [1, 2, 4]
+
+
+def test_names_are_those_in_the_folder_which_may_be_moved(tmp_path):
+    store(of(tmp_path / "kv", 2), 1, 2)
+    (tmp_path / "kv").rename(tmp_path / "moved")
+    store(of(tmp_path / "moved", 2), 3)
+    assert kept(tmp_path / "moved") == [2, 3]
+
+
+def test_a_file_that_someone_removed_is_written_and_noted_again(tmp_path):
+    folder = of(tmp_path, 2)
+    store(folder, 1)
+    Path(path(tmp_path, 1)).unlink()
+    store(folder, 1, 2)
+    assert known(tmp_path) == (2 * FILE, 2 * FILE)
+
+
+def test_a_file_that_cannot_be_removed_is_an_error_and_changes_nothing(tmp_path, monkeypatch):
+    folder = of(tmp_path, 1)
+    store(folder, 1)
+    with monkeypatch.context() as broken:
+        broken.setattr(Folder, "_remove", raising(PermissionError))
+        with pytest.raises(PermissionError):
+            store(folder, 2)
+    assert known(tmp_path) == (FILE, FILE)
+    store(folder, 2)
+    assert kept(tmp_path) == [2]
+
+
 def test_an_engine_without_a_size_keeps_the_ledger_of_others(tmp_path):
     without = Folder(str(tmp_path), 0, 10)
     store(without, 1)
+    without.adopt()
     assert not ledger_of(tmp_path).exists()
     store(of(tmp_path, 3), 2)
     store(without, 3, 4, 5)
@@ -111,6 +151,10 @@ def test_an_engine_without_a_size_keeps_the_ledger_of_others(tmp_path):
     assert known(tmp_path) == (5 * FILE, 5 * FILE)
     store(of(tmp_path, 3), 6)
     assert kept(tmp_path) == [1, 5, 6]
+    without.use(path(tmp_path, 1))
+    ledger_of(tmp_path).unlink()
+    without.settle()
+    assert not ledger_of(tmp_path).exists()
 
 
 def test_what_was_there_before_is_adopted_and_trimmed_once(tmp_path, monkeypatch):
@@ -130,6 +174,21 @@ def test_what_was_there_before_is_adopted_and_trimmed_once(tmp_path, monkeypatch
     monkeypatch.setattr(Folder, "_files", None)
     of(tmp_path, 30).adopt()
     assert kept(tmp_path / LAYOUT) == list(range(70, 100))
+
+
+def test_what_is_known_or_gone_is_not_adopted(tmp_path, monkeypatch):
+    store(Folder(str(tmp_path), 0, 10), 1, 2)
+    for number in (1, 2):
+        os.utime(path(tmp_path, number), (1000 + number, 1000 + number))
+    folder = of(tmp_path, 2)
+    load(folder, 1)  # later than it was written
+    (tmp_path / LAYOUT).chmod(0o700)
+    there = [*folder._files(), (f"{LAYOUT}/000/00_g0/gone.bin", FILE, 1)]
+    monkeypatch.setattr(Folder, "_files", lambda folder: iter(there))
+    folder.adopt()
+    assert known(tmp_path) == (2 * FILE, 2 * FILE)
+    store(folder, 3)
+    assert kept(tmp_path) == [1, 3]
 
 
 def test_an_adoption_that_ended_early_is_begun_again(tmp_path, monkeypatch):
@@ -152,9 +211,12 @@ def test_a_file_that_is_being_written_counts_and_is_not_removed(tmp_path, monkey
     folder.lost(path(tmp_path, 1))
     folder.reserve(path(tmp_path, 3), FILE)
     # Until its writer must be gone.
-    later = capacity.time.time_ns() + int((ABANDONED + 1) * 1e9)
-    monkeypatch.setattr(capacity.time, "time_ns", lambda: later)
-    folder.reserve(path(tmp_path, 4), FILE)
+    now = capacity.time.time_ns()
+    for seconds in (ABANDONED - 1, ABANDONED + 1):
+        later = now + int(seconds * 1e9)
+        monkeypatch.setattr(capacity.time, "time_ns", lambda later=later: later)
+        with pytest.raises(Full) if seconds < ABANDONED else nullcontext():
+            folder.reserve(path(tmp_path, 4), FILE)
     assert known(tmp_path) == (2 * FILE, 2 * FILE)
 
 
@@ -164,6 +226,8 @@ def test_a_block_larger_than_the_size_removes_nothing(tmp_path):
     with pytest.raises(Full):
         folder.reserve(path(tmp_path, 3), 2 * FILE + 1)
     assert kept(tmp_path) == [1, 2]
+    with pytest.raises(Full):
+        Folder(str(tmp_path / "small"), 1, 10).reserve(path(tmp_path / "small", 1), FILE)
 
 
 def test_a_write_that_fails_gives_its_room_back(tmp_path, monkeypatch):
@@ -206,6 +270,9 @@ def test_a_full_disk_is_never_reached(tmp_path, an_empty_disk, blocks, floor):
     with pytest.raises(Full):
         store(folder, 13)
     assert kept(tmp_path) == list(range(5, 13))
+    with pytest.raises(Full):
+        folder.reserve(path(tmp_path, 14), 2 * FILE)
+    assert kept(tmp_path) == list(range(9, 13))
 
 
 def test_what_is_being_written_is_taken_off_the_free_space(tmp_path, an_empty_disk):
@@ -241,7 +308,14 @@ def test_a_ledger_that_is_removed_is_made_again_of_the_files(tmp_path):
     (tmp_path / LAYOUT).chmod(0o700)
     ledger_of(tmp_path).unlink()
     store(folder, 3)
+    assert folder.adopting.daemon
     folder.adopting.join()
+    assert known(tmp_path) == (3 * FILE, 3 * FILE)
+    ledger_of(tmp_path).unlink()
+    store(of(tmp_path, 3), 4)  # which makes it, and has adopted nothing
+    store(folder, 5)
+    folder.adopting.join()
+    assert len(kept(tmp_path)) == 3
     assert known(tmp_path) == (3 * FILE, 3 * FILE)
 
 
@@ -255,6 +329,14 @@ def test_a_damaged_ledger_is_made_anew(tmp_path):
     assert known(tmp_path) == (2 * FILE, 2 * FILE)
     store(other, 3)
     assert len(kept(tmp_path)) == 2
+    # By an engine that had it open.
+    journal = ledger_of(tmp_path).with_name("files.db-journal")
+    assert journal.exists()
+    ledger_of(tmp_path).write_bytes(b"x" * 100_000)
+    with pytest.raises(OSError, match="the ledger of the tier cannot be used"):
+        store(other, 4)
+    assert not ledger_of(tmp_path).exists()
+    assert not journal.exists()
 
 
 def test_a_ledger_that_is_locked_is_a_miss_and_loads_go_on(tmp_path):
@@ -333,6 +415,7 @@ def test_doctor_says_what_goes_and_what_stays():
 
 def test_status_and_series_say_how_full_it_is(tmp_path):
     folder = of(tmp_path, 2)
+    assert tiers._size(folder) == {"held_bytes": 0, "size_bytes": 2 * FILE}
     store(folder, 1)
     size = tiers._size(folder)
     assert size == {"held_bytes": FILE, "size_bytes": 2 * FILE}

@@ -95,6 +95,23 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "module: 0 -> (0 + 1)": "for systems without O_DIRECT, which Linux has",
         "store_blocks: 0 -> (0 + 1)": "the flag is O_WRONLY, which is set in any case",
     },
+    f"{FEATURES}/secondary_tiers/capacity.py": {
+        "module: 32 -> (32 + 1)": "a number of files that was chosen",
+        "Folder._reserved: 0 -> (0 + 1)": "there is no room in one byte either",
+        "Folder._reserved: 1e9 -> (1000000000.0 + 1)": "an hour and 3.6 ms",
+        "Folder._remove_oldest: oldest.fetchall() -> list(oldest.fetchall())[:1]": (
+            "the others are removed one by one"
+        ),
+        "Folder.settle: self._uses and self.kept -> ((self.kept))": "nothing is written",
+        "Folder.adopt: == -> != #2": "files are adopted one by one",
+        "Folder.adopt: 1 -> (1 + 1)": "it is only asked whether it is 0",
+        "Folder._connected: self._database.close() -> pass": "it is closed when it is deleted",
+        "Folder._connected: self._database = None -> pass": "another one follows",
+        'Folder._connected: database.execute("PRAGMA synchronous=OFF") -> pass': (
+            "what it costs, and what a power failure leaves"
+        ),
+        "Folder._begin_anew: True -> False": "that error is suppressed",
+    },
     f"{FEATURES}/secondary_tiers/fixes.py": {
         "count_disk_hits: tokens and not request.num_preemptions -> "
         "((not request.num_preemptions))": "of no tokens none came from a disk",
