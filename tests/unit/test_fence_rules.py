@@ -73,26 +73,27 @@ def test_a_step_in_which_nothing_changed_looks_at_no_held_page():
         assert one.split(retired, can_plan=True) == ([], retired)
     assert [pages.looks for pages in lists] == looks
     assert one.looks == 100  # each once, and none that waits for a plan
-    one.report(100, 2)  # the page has another block of a transfer
+    one.report(0, 2)  # the page has another block of a transfer
     one.report(70, 1)
     assert one.split(retired, can_plan=True) == ([], retired)
-    assert lists[1].looks == looks[1]  # none of its pages was let go
+    assert lists[1].looks == looks[1] + 1  # to see that none of its pages was let go
     looks = [pages.looks for pages in lists]
     one.split(retired, can_plan=True)
     assert [pages.looks for pages in lists] == looks
     one.report(70, 1)
     released, retired = one.split(retired, can_plan=True)
     assert released == [70]
-    assert one.looks == 101
+    assert one.looks == 102
     one.plan([], epoch=2)
     assert one.split(retired, can_plan=True)[0] == [200]
-    assert one.looks == 102
+    assert one.looks == 103
 
 
 def test_a_page_that_was_allocated_and_freed_again_waits_for_the_plan_after():
     one = fence()
-    one.plan([(1, Transfer("r", (31,)))], epoch=1)
+    one.plan([(1, Transfer("r", (31, 41)))], epoch=1)
     one.split([(1, [3, 4])], can_plan=True)
+    assert one.holding == 2
     one.split([], can_plan=True)
     assert one.holding == 0
     one.report(1, 2)
