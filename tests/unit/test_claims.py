@@ -498,14 +498,15 @@ class Region:
 def region(path, before=lambda: None, rank=0, name="engine_id"):
     made = Region.__new__(Region)
 
-    def wrapped(*chunks, rank, **named):
+    def wrapped(*args, **kwargs):
         before()
         made.__init__("one", path)
         return "made"
 
     try:
-        given = {name: "one", "rank": rank}
-        assert shared_memory.around_region(wrapped, made, (), given) == "made"
+        named = {name: "one", "rank": rank} if name else {}
+        given = () if name else ("one", 4, rank)
+        assert shared_memory.around_region(wrapped, made, given, named) == "made"
     finally:
         if hasattr(made, "fd"):
             made.cleanup()
@@ -538,7 +539,7 @@ def workers(monkeypatch):
         yield start
 
 
-@pytest.mark.parametrize("name", ["engine_id", "instance_id"])  # the latter up to 0.25
+@pytest.mark.parametrize("name", ["engine_id", "instance_id", ""])  # the second up to 0.25
 def test_the_scheduler_maps_what_its_workers_have(path, workers, name):
     workers(path, name=name)
     workers(path, name=name)

@@ -112,6 +112,12 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         ),
         "Folder._begin_anew: True -> False": "that error is suppressed",
     },
+    f"{FEATURES}/secondary_tiers/shared_memory.py": {
+        "around_region: status.st_dev, status.st_ino -> (status.st_ino,)": (
+            "all of them are in /dev/shm"
+        ),
+        "around_region: instance.cleanup() -> pass": "the refusal ends the process, and the map",
+    },
     f"{FEATURES}/secondary_tiers/fixes.py": {
         "count_disk_hits: tokens and not request.num_preemptions -> "
         "((not request.num_preemptions))": "of no tokens none came from a disk",
