@@ -330,7 +330,12 @@ KVCACHED = (
     KVCACHED_CONTIGUOUS,
     KVCACHED_PAGE_SIZE_MB,
     KVCACHED_GPU_UTILIZATION,
-    Variable("KVCACHED_PAGE_PREALLOC_ENABLED", "map pages ahead of use, in a thread", "`true`"),
+    Variable(
+        "KVCACHED_PAGE_PREALLOC_ENABLED",
+        "map pages ahead of use, in a thread; without it a limit that `kvctl` writes is not read, "
+        "and `kvpatch limit` is the way to set one",
+        "`true`",
+    ),
     KVCACHED_MIN_RESERVED_PAGES,
     KVCACHED_MAX_RESERVED_PAGES,
     KVCACHED_MAX_CACHED_TOKENS,

@@ -318,6 +318,10 @@ CODES = {
     "KVP425": _setup("the whole pages of the KV cache hold less than one request needs"),
     "KVP426": _setup("the KV cache is larger than the device"),
     "KVP427": _setup("the name of the CPU tier in /dev/shm was removed while the engine started"),
+    "KVP428": _incompatible(
+        "a pipeline whose stages have different layers", "ovg-project/kvcached, `map_to_kv_tensors`"
+    ),
+    "KVP429": _setup("kvcached did not reserve block 0"),
     "KVP501": _setup("no GPU, and kvcached is built for one"),
     "KVP502": _setup("the host device has no size"),
     "KVP503": _setup("the host device has another size in running processes"),

@@ -115,9 +115,10 @@ def pool_of(engine: Any) -> Any:
     return engine.scheduler.kv_cache_manager.block_pool
 
 
-def wait_for_null_block(pool: Any, seconds: float) -> None:
-    """Wait until kvcached's thread has reserved block 0 of its ``ElasticBlockPool``."""
-    pool.kv_cache_manager._post_init_done.wait(seconds)
+def has_null_block(pool: Any, seconds: float) -> bool:
+    """Wait for kvcached's thread to reserve block 0; return whether it has, or still tries to."""
+    manager = pool.kv_cache_manager
+    return not manager._post_init_done.wait(seconds) or manager.null_block == [0]
 
 
 def manager_of(engine: Any) -> Any:

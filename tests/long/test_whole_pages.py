@@ -38,3 +38,11 @@ def test_the_longest_request_of_a_length_that_vllm_chose_is_answered(start):
     (answer,) = ended.round(0)
     assert len(answer["tokens"]) == ANSWER
     assert f"max_model_len is {longest} instead of {longest + 12 * BLOCK}" in ended.log
+
+
+def test_a_pipeline_whose_stages_have_other_layers_does_not_start(start):
+    of_stages = Run(stages=2, offload=False, environment=(("VLLM_PP_LAYER_PARTITION", "1,3"),))
+    ended = start(of_stages, 512, 100)
+    assert ended.code != 0
+    assert "the stages of this pipeline have KV caches of" in ended.log
+    assert "[KVP428]" in ended.log

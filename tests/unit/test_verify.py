@@ -14,10 +14,10 @@ from kvpatch.upstream import kvcached_api
 class ElasticBlockPool:
     """kvcached's, by its name; its thread reserves the null block in ``null_block_after`` s."""
 
-    def __init__(self, null_block_after=0.0):
+    def __init__(self, null_block_after=0.0, null_block=(0,)):
         done = threading.Event()
         threading.Timer(null_block_after, done.set).start()
-        self.kv_cache_manager = SimpleNamespace(_post_init_done=done)
+        self.kv_cache_manager = SimpleNamespace(_post_init_done=done, null_block=[*null_block])
 
 
 @pytest.fixture
@@ -77,6 +77,16 @@ def test_an_engine_has_started_when_its_pool_has_its_null_block(record, monkeypa
     # Its workers are other processes.
     assert record.elastic is True
     assert record.said == [["engine-core"]]
+
+
+@pytest.mark.parametrize("reserved", [(), (7,)])
+def test_an_engine_whose_null_block_was_not_reserved_is_refused(record, reserved):
+    """Kvcached logs it and goes on: a request would get block 0."""
+    with pytest.raises(Refusal, match="KVP429"):
+        verify.around_engine_core(
+            lambda: None, engine(ElasticBlockPool(null_block=reserved)), (), {}
+        )
+    assert record.said == []
 
 
 def test_a_worker_of_its_own_says_so_itself(record):

@@ -206,6 +206,14 @@ FEATURE = feature(
             Row("elastic_memory.whole_pages", wrapper="capacity:around_kv_caches", since="0.29"),
         ),
         Row(
+            "elastic_memory.stages",
+            "vllm.v1.engine.core:get_kv_cache_configs",
+            "stages:around_kv_cache_configs(vllm_config)",
+            "a pipeline whose stages have different layers starts, and its requests wait for ever",
+            "ovg-project/kvcached, KVCacheManager in 0.1.6: its pages are the first stage's",
+            "kvcached maps a page by the layers of each stage",
+        ),
+        Row(
             "elastic_memory.allocation",
             "kvcached.integration.vllm.model_runner_v2:allocate_kv_cache",
             "verify:remember_allocation(config, device, layout)",

@@ -36,7 +36,13 @@ def around_engine_core(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> A
         raise not_elastic()
     # Until then the count of free blocks has one too many. A device without a free page keeps the
     # thread longer, and the engine starts all the same.
-    kvcached_api.wait_for_null_block(pool, _NULL_BLOCK)
+    if not kvcached_api.has_null_block(pool, _NULL_BLOCK):
+        raise Refusal(
+            "kvcached did not reserve block 0, and has logged why above",
+            "a request would get that block, which vLLM neither stores nor frees",
+            "start the engine again, or set KVPATCH=0",
+            code="KVP429",
+        )
     record.elastic = True
     record.layout = kvcached_api.describe_layout(instance.vllm_config)
     record.say()

@@ -268,6 +268,9 @@ _TESTS: dict[str, dict[str, Ids]] = {
     "every load here fits into whole pages": {
         "test_a_kv_cache_smaller_than_a_page_is_refused": "elastic_memory.whole_pages"
     },
+    "the stages of every pipeline here have the same layers": {
+        "test_stages_of_other_layers_are_refused": "elastic_memory.stages"
+    },
     "every load here is smaller than the device": {
         "test_a_kv_cache_larger_than_the_device_is_refused": "elastic_memory.addresses"
     },
