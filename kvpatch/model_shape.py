@@ -20,6 +20,10 @@ _STATES = ("linear_attention", "mamba", "mamba2")
 _NO_CACHE = ("mlp", "moe", "-", "E")
 _WHOLE = ("full_attention", "attention", "global_attention", "indexed_attention")
 _TILE = 128  # values in fp8 that have a scale together
+# Every how many layers one is full, 0 for never, of models whose configurations may not say it.
+_FULL_EVERY = {"cohere2": 4, "gemma2": 2, "gemma3_text": 6, "gpt_oss": 2, "llama4_text": 4}
+_FULL_EVERY |= dict.fromkeys(("ministral", "ministral3", "mistral", "mixtral", "phi3"), 0)
+_FULL_EVERY |= dict.fromkeys(("phi4mm", "phimoe", "qwen3_moe", "starcoder2"), 0)
 _PATTERN = {"M": "mamba", "*": "full_attention", "-": "mlp", "E": "moe"}  # of Nemotron-H
 
 
@@ -186,23 +190,12 @@ def _kinds(config: dict[str, Any]) -> dict[str, int]:
         types = [_PATTERN.get(one, one) for one in config["hybrid_override_pattern"]]
     if types is None and not isinstance(count, int):
         raise Unknown("the configuration does not say how many layers the model has")
-    window = _first(config, "sliding_window", "attention_chunk_size")
     if types is None and config.get("full_attention_interval"):
-        every = int(config["full_attention_interval"])
-        types = [
-            "full_attention" if (one + 1) % every == 0 else "linear_attention"
-            for one in range(count)
-        ]
-    if types is None and window and config.get("sliding_window_pattern"):
-        every = int(config["sliding_window_pattern"])
-        types = [
-            "full_attention" if (one + 1) % every == 0 else _WINDOWED[0] for one in range(count)
-        ]
+        types = _interval(count, int(config["full_attention_interval"]), "linear_attention")
+    if types is None and any("mamba" in name or "ssm" in name for name in config):
+        raise Unknown("the configuration does not say which layers have states (layer_types)")
     if types is None:
-        if any("mamba" in name or "ssm" in name for name in config):
-            raise Unknown("the configuration does not say which layers have states (layer_types)")
-        uses = window and config.get("use_sliding_window", True)
-        types = [_WINDOWED[0] if uses else "full_attention"] * count
+        types = _windowed(config, count)
     shared = int(config.get("num_kv_shared_layers") or 0)
     found: dict[str, int] = {}
     for one in types[: len(types) - shared]:
@@ -218,6 +211,29 @@ def _kinds(config: dict[str, Any]) -> dict[str, int]:
             raise Unknown(f"layers of the type {one} are not known")
         found[kind] = found.get(kind, 0) + 1
     return found
+
+
+def _windowed(config: dict[str, Any], count: int) -> list[str]:
+    """Return the types of layers of a configuration that does not list them."""
+    model = str(config.get("model_type"))
+    window = _first(config, "sliding_window", "attention_chunk_size")
+    # transformers' default, of which only that of Qwen's models is off
+    if not (window and config.get("use_sliding_window", not model.startswith("qwen"))):
+        return ["full_attention"] * count
+    every = config.get("sliding_window_pattern") or _FULL_EVERY.get(model)
+    if model == "llama4_text":
+        if rotated := config.get("no_rope_layers"):
+            return ["chunked_attention" if one else "full_attention" for one in rotated]
+        every = config.get("no_rope_layer_interval") or every
+    if every is None:
+        raise Unknown("the configuration does not say which layers have windows (layer_types)")
+    return _interval(count, int(every), _WINDOWED[0])
+
+
+def _interval(count: int, every: int, rest: str) -> list[str]:
+    """Return the types of layers of which one of ``every`` is full, and the last one of these."""
+    last = every - 1
+    return ["full_attention" if every and one % every == last else rest for one in range(count)]
 
 
 def _heads(config: dict[str, Any], ranks: int) -> dict[str, int]:

@@ -133,6 +133,24 @@ def test_a_large_model_as_its_authors_say():
 
 
 @pytest.mark.parametrize(
+    ("model", "windowed"),
+    [
+        ({"model_type": "gemma2"}, 24),
+        ({"model_type": "gemma3_text"}, 40),
+        ({"model_type": "mistral"}, 48),
+        ({"model_type": "qwen3_moe", "use_sliding_window": True}, 48),
+        ({"model_type": "qwen2"}, 0),
+        ({"model_type": "llama4_text", "attention_chunk_size": 8192}, 36),
+        ({"model_type": "llama4_text", "no_rope_layer_interval": 2}, 24),
+        ({"model_type": "llama4_text", "no_rope_layers": [1, 0, 0] * 16}, 16),
+    ],
+)
+def test_windows_that_a_configuration_leaves_to_transformers(model, windowed):
+    found = model_shape.of(SMALL | {"sliding_window": 4096, "num_hidden_layers": 48} | model)
+    assert (found.layers.get(model_shape.WINDOW, 0), sum(found.layers.values())) == (windowed, 48)
+
+
+@pytest.mark.parametrize(
     ("changes", "said"),
     [
         ({"layer_types": ["rwkv"] * 4}, "layers of the type rwkv are not known"),
@@ -140,6 +158,7 @@ def test_a_large_model_as_its_authors_say():
         ({"num_hidden_layers": None}, "does not say how many layers"),
         ({"num_attention_heads": None}, "no heads of attention"),
         ({"mamba_d_state": 16}, "which layers have states"),
+        ({"sliding_window": 256}, "which layers have windows"),
         ({"dtype": "int3"}, "computes in int3"),
     ],
 )
