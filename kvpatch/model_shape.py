@@ -19,6 +19,9 @@ _WINDOWED = ("sliding_attention", "chunked_attention", "local_attention")
 _STATES = ("linear_attention", "mamba", "mamba2")
 _NO_CACHE = ("mlp", "moe", "-", "E")
 _WHOLE = ("full_attention", "attention", "global_attention", "indexed_attention")
+_LENGTHS = ["max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "seq_len"]
+_LENGTHS += ["max_target_positions", "max_sequence_length", "max_seq_length"]
+_SCALED = ("llama3", "deepseek_yarn", "deepseek_llama_scaling")  # RoPE whose length has the factor
 _TILE = 128  # values in fp8 that have a scale together
 # Every how many layers one is full, 0 for never, of models whose configurations may not say it.
 _FULL_EVERY = {"cohere2": 4, "gemma2": 2, "gemma3_text": 6, "gpt_oss": 2, "llama4_text": 4}
@@ -59,7 +62,7 @@ class Shape:
     # where kvcached keeps K and V of a layer together, as on Model Runner V2.
     pools: int
     groups: tuple[Group, ...]
-    longest: int  # tokens of the longest request; 0 where the configuration does not say
+    longest: int  # tokens of the longest request; 0 where the configuration does not tell
     tier_ranks: int = 1  # whose bytes a CPU tier of OffloadingConnector has
     ranks: int = 1
     state_bytes: int = 0  # that each layer with a state keeps; 0 without one
@@ -136,7 +139,7 @@ def of(
     if config.get("compress_rates") or config.get("compress_ratios"):
         raise Unknown(f"{name} keeps windows of latents, which kvcached does not take")
     kinds = _kinds(config)
-    longest = longest or int(_first(config, "max_position_embeddings", "n_positions") or 0)
+    longest = longest or _longest(config)
     latent, indexed = config.get("kv_lora_rank"), config.get("index_topk")
     if latent:
         per_token = {FULL: _latents(config, element)}
@@ -181,6 +184,25 @@ def _dtype(config: dict[str, Any]) -> str:
 
 def _first(config: dict[str, Any], *names: str) -> Any:
     return next((config[name] for name in names if config.get(name) is not None), None)
+
+
+def _longest(config: dict[str, Any]) -> int:
+    """Return the max_model_len that vLLM chooses; 0 where it is not told, or releases differ."""
+    told = [config[name] for name in _LENGTHS if config.get(name) is not None]
+    longest = int(config.get("model_max_length") or min(told, default=0))
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    factor, trained = 1.0, config.get("original_max_position_embeddings")
+    for one in [one for one in rope.values() if isinstance(one, dict)] or [rope]:
+        kind = one.get("rope_type") or one.get("type")
+        original = one.get("original_max_position_embeddings")
+        if kind in ("su", "longrope"):
+            return int(trained or (longest if original == longest else 0))
+        if kind == "yarn":  # some releases scale the original length, others nothing
+            if (trained or original or longest) * one.get("factor", 1) != longest:
+                return 0
+        elif kind not in _SCALED:
+            factor = one.get("factor") or factor
+    return int(longest * (1 if "gemma3" in str(config.get("model_type")) else factor))
 
 
 def _kinds(config: dict[str, Any]) -> dict[str, int]:

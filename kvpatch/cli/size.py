@@ -133,8 +133,8 @@ def figures(model: Model, options: argparse.Namespace, page: int) -> dict[str, A
     }
     if shape.longest:
         said["longest"] = asked(shape, shape.longest, 1, page)
-    if options.requests or options.tokens:
-        tokens = options.tokens or shape.longest
+    tokens = options.tokens or (options.requests and shape.longest)
+    if tokens:
         said["requests"] = asked(shape, tokens, options.requests or 1, page)
     if options.tier:
         of_tier = shape.block_bytes * shape.tier_ranks
@@ -181,6 +181,8 @@ def text(model: Model, said: dict[str, Any]) -> str:
     ]
     if shape.state_bytes:
         lines.append(f"  a state has {readable(shape.state_bytes)} in each layer of that kind")
+    if not shape.longest:
+        lines.append("  its configuration does not tell max_model_len: give --max-model-len")
     for key in ("longest", "requests"):
         if one := said.get(key):
             many = f"{one['requests']} requests" if one["requests"] > 1 else "one request"

@@ -150,6 +150,34 @@ def test_windows_that_a_configuration_leaves_to_transformers(model, windowed):
     assert (found.layers.get(model_shape.WINDOW, 0), sum(found.layers.values())) == (windowed, 48)
 
 
+PHI = {"type": "longrope", "long_factor": [1.0], "short_factor": [1.0]}
+YARN = {"type": "yarn", "factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "longest"),
+    [
+        ({}, 16384),
+        ({"max_position_embeddings": None}, 0),
+        ({"max_seq_len": 2048}, 2048),
+        ({"max_seq_len": 2048, "model_max_length": 32768}, 32768),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, 65536),  # deepseek-coder
+        ({"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 4}}}, 65536),
+        ({"rope_scaling": {"type": "linear", "factor": 8.0}, "model_type": "gemma3_text"}, 16384),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, 16384),
+        ({"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}, 16384),
+        ({"rope_scaling": PHI, "original_max_position_embeddings": 4096}, 4096),
+        ({"rope_scaling": PHI | {"original_max_position_embeddings": 16384}}, 16384),
+        ({"rope_scaling": PHI}, 0),
+        ({"rope_scaling": YARN | {"original_max_position_embeddings": 4096}}, 16384),
+        ({"rope_scaling": YARN | {"original_max_position_embeddings": 16384}}, 0),
+    ],
+)
+def test_the_longest_request_is_what_vllm_chooses(changes, longest):
+    assert model_shape.of(SMALL | changes).longest == longest
+    assert model_shape.of(SMALL | changes, longest=512).longest == 512
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -169,10 +197,10 @@ def test_what_is_not_known_is_said(changes, said):
 
 @pytest.fixture
 def folder(tmp_path):
-    def folder(name, kind="llama"):
+    def folder(name, kind="llama", **changes):
         path = tmp_path / name
         path.mkdir()
-        (path / "config.json").write_text(json.dumps(SMALL | CONFIGS[kind]))
+        (path / "config.json").write_text(json.dumps(SMALL | CONFIGS[kind] | changes))
         return path
 
     return folder
@@ -212,6 +240,16 @@ def test_the_tier_of_the_requests_asked_for_is_in_the_command(folder, capsys):
     assert "--kv-offloading-size 2\n" in out
     assert cli.main(words[:2]) == 0
     assert "--kv-offloading-size" not in capsys.readouterr().out
+
+
+def test_a_longest_request_that_is_not_told_is_asked_for(folder, capsys):
+    words = ["size", str(folder("chat", max_position_embeddings=None)), "--requests", "8"]
+    assert cli.main(words) == 0
+    out = capsys.readouterr().out
+    assert "does not tell max_model_len: give --max-model-len" in out
+    assert " requests of 0 tokens" not in out
+    assert cli.main([*words, "--max-model-len", "16384"]) == 0
+    assert "8 requests of 16384 tokens: " in capsys.readouterr().out
 
 
 def test_what_an_engine_has_beyond_its_blocks(folder, capsys, monkeypatch):
