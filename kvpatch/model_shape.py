@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,6 +118,18 @@ def read(path: Path) -> dict[str, Any]:
     return {"architectures": config.get("architectures"), "dtype": _dtype(config)} | inner
 
 
+@contextmanager
+def _values() -> Iterator[None]:
+    """Raise Unknown of values that no configuration of a model has."""
+    try:
+        yield
+    except Unknown:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise Unknown(f"the configuration has a value of another kind ({error})") from error
+
+
+@_values()
 def of(
     config: dict[str, Any],
     *,

@@ -7,8 +7,10 @@ import json
 import math
 import re
 import shlex
+import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from kvpatch import environ, model_shape
 from kvpatch.cli.verbs import count, parsed
@@ -26,6 +28,7 @@ from kvpatch.telemetry.printable import printable
 SCHEMA = 1  # of --json
 USABLE = 0.95  # of the device, kvcached's KVCACHED_GPU_UTILIZATION
 PORT = 8000  # vLLM's own
+_Value = TypeVar("_Value")
 
 
 class Model(NamedTuple):
@@ -76,23 +79,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print what the models take; return the exit code."""
-    models = []
-    for path in options.models:
-        try:
-            shape = model_shape.of(
-                model_shape.read(path),
-                block_tokens=options.block_size,
-                cache=options.kv_cache_dtype,
-                ranks=options.tensor_parallel_size,
-                dtype=options.dtype,
-                longest=options.max_model_len,
-            )
-        except Unknown as error:
-            print(printable(f"kvpatch size: {path}: {error}"))
-            return 2
-        models.append(Model(path, shape, model_shape.weights(path) // shape.ranks))
-    page = (environ.page_size(KVCACHED_PAGE_SIZE_MB.read() or "2")) << 20
-    device = options.device or (environ.size(HOST_DEVICE.read()) if HOST_DEVICE.read() else 0)
+    try:
+        models = [asked_for(path, options) for path in options.models]
+        page = setting(KVCACHED_PAGE_SIZE_MB, environ.page_size, 2) << 20
+        device = options.device or setting(HOST_DEVICE, environ.size, 0)
+    except Unknown as error:
+        if options.json:
+            print(json.dumps({"error": str(error)}))
+        else:
+            print(printable(f"kvpatch size: {error}"), file=sys.stderr)
+        return 2
     said = [figures(one, options, page) for one in models]
     # What weights leave of a device for KV caches.
     beside = int(device * USABLE) - sum(one.weights for one in models)
@@ -111,6 +107,31 @@ def run(options: argparse.Namespace) -> int:
     print("\ncommands\n" + "\n".join(f"  {printable(one)}" for one in commands))
     print("whether it would start: kvpatch doctor -- vllm serve MODEL ...")
     return 0
+
+
+def asked_for(path: Path, options: argparse.Namespace) -> Model:
+    """Return one model, or raise Unknown, which names it."""
+    try:
+        shape = model_shape.of(
+            model_shape.read(path),
+            block_tokens=options.block_size,
+            cache=options.kv_cache_dtype,
+            ranks=options.tensor_parallel_size,
+            dtype=options.dtype,
+            longest=options.max_model_len,
+        )
+    except Unknown as error:
+        raise Unknown(f"{path}: {error}") from error
+    return Model(path, shape, model_shape.weights(path) // shape.ranks)
+
+
+def setting(variable: environ.Variable, read: Callable[[str], _Value], unset: _Value) -> _Value:
+    """Return what a variable means, or raise Unknown, which names it."""
+    text = variable.read()
+    try:
+        return read(text) if text else unset
+    except ValueError as error:
+        raise Unknown(f"{variable}={text} cannot be read: {error}") from error
 
 
 def figures(model: Model, options: argparse.Namespace, page: int) -> dict[str, Any]:

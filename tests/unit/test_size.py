@@ -188,6 +188,10 @@ def test_the_longest_request_is_what_vllm_chooses(changes, longest):
         ({"mamba_d_state": 16}, "which layers have states"),
         ({"sliding_window": 256}, "which layers have windows"),
         ({"dtype": "int3"}, "computes in int3"),
+        ({"num_attention_heads": "abc"}, "a value of another kind .*'abc'"),
+        ({"layer_types": 5}, "a value of another kind"),
+        ({"max_position_embeddings": "a"}, "a value of another kind"),
+        ({"per_layer_config": 5}, "a value of another kind"),
     ],
 )
 def test_what_is_not_known_is_said(changes, said):
@@ -273,7 +277,22 @@ def test_as_json(folder, capsys):
 
 def test_a_model_that_is_not_there(tmp_path, capsys):
     assert cli.main(["size", str(tmp_path)]) == 2
-    assert "nothing is downloaded" in capsys.readouterr().out
+    assert "nothing is downloaded" in capsys.readouterr().err
+    assert cli.main(["size", str(tmp_path), "--json"]) == 2
+    assert "nothing is downloaded" in json.loads(capsys.readouterr().out)["error"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("KVCACHED_PAGE_SIZE_MB", "3", "it is not a multiple of 2"),
+        ("KVPATCH_HOST_DEVICE", "abc", "it is not a size"),
+    ],
+)
+def test_a_variable_that_cannot_be_read(name, value, said, folder, capsys, monkeypatch):
+    monkeypatch.setenv(name, value)
+    assert cli.main(["size", str(folder("chat"))]) == 2
+    assert f"kvpatch size: {name}={value} cannot be read: {said}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("option", ["--tier", "--device"])
