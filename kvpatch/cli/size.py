@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import re
@@ -17,6 +18,7 @@ from kvpatch.cli.verbs import count, parsed
 from kvpatch.environ import (
     FIRST_LIMIT,
     HOST_DEVICE,
+    KVCACHED_GPU_UTILIZATION,
     KVCACHED_IPC_NAME,
     KVCACHED_MAX_RESERVED_PAGES,
     KVCACHED_PAGE_SIZE_MB,
@@ -26,7 +28,6 @@ from kvpatch.sizes import readable
 from kvpatch.telemetry.printable import printable
 
 SCHEMA = 1  # of --json
-USABLE = 0.95  # of the device, kvcached's KVCACHED_GPU_UTILIZATION
 PORT = 8000  # vLLM's own
 _Value = TypeVar("_Value")
 
@@ -65,7 +66,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-model-len", type=count, default=0, metavar="N", help="as of vLLM")
     parser.add_argument("--block-size", type=count, default=16, metavar="N", help="as of vLLM")
     parser.add_argument("--kv-cache-dtype", default="auto", metavar="TYPE", help="as of vLLM")
-    parser.add_argument("--dtype", default="", help="as of vLLM")
+    parser.add_argument("--dtype", default="auto", help="as of vLLM")
     parser.add_argument(
         "-tp", "--tensor-parallel-size", type=count, default=1, metavar="N", help="as of vLLM"
     )
@@ -83,6 +84,7 @@ def run(options: argparse.Namespace) -> int:
         models = [asked_for(path, options) for path in options.models]
         page = setting(KVCACHED_PAGE_SIZE_MB, environ.page_size, 2) << 20
         device = options.device or setting(HOST_DEVICE, environ.size, 0)
+        usable = setting(KVCACHED_GPU_UTILIZATION, environ.fraction, 0.95)  # kvcached's
     except Unknown as error:
         if options.json:
             print(json.dumps({"error": str(error)}))
@@ -91,7 +93,7 @@ def run(options: argparse.Namespace) -> int:
         return 2
     said = [figures(one, options, page) for one in models]
     # What weights leave of a device for KV caches.
-    beside = int(device * USABLE) - sum(one.weights for one in models)
+    beside = int(device * usable) - sum(one.weights for one in models)
     left = max(0, beside) if device else None
     tiers = [tier_of(options, one) for one in said]
     commands = [command(models, at, options, page, left, tiers[at]) for at in range(len(models))]
@@ -102,7 +104,7 @@ def run(options: argparse.Namespace) -> int:
     parts = [text(model, one) for model, one in zip(models, said, strict=True)]
     if left is not None:
         beyond = sum(one["beyond_bytes"] for one in said)
-        parts.append(on_device(models, device, left, page, beyond))
+        parts.append(on_device(models, device, usable, left, page, beyond))
     print("\n\n".join(parts))
     print("\ncommands\n" + "\n".join(f"  {printable(one)}" for one in commands))
     print("whether it would start: kvpatch doctor -- vllm serve MODEL ...")
@@ -117,7 +119,7 @@ def asked_for(path: Path, options: argparse.Namespace) -> Model:
             block_tokens=options.block_size,
             cache=options.kv_cache_dtype,
             ranks=options.tensor_parallel_size,
-            dtype=options.dtype,
+            dtype="" if options.dtype == "auto" else options.dtype,
             longest=options.max_model_len,
         )
     except Unknown as error:
@@ -173,7 +175,7 @@ def figures(model: Model, options: argparse.Namespace, page: int) -> dict[str, A
 def ahead() -> int:
     """Return the most pages that kvcached maps ahead of use; its default where it reads none."""
     try:
-        return int(KVCACHED_MAX_RESERVED_PAGES.read() or 10)
+        return max(0, int(KVCACHED_MAX_RESERVED_PAGES.read() or 10))
     except ValueError:
         return 10
 
@@ -226,11 +228,13 @@ def text(model: Model, said: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def on_device(models: list[Model], device: int, left: int, page: int, beyond: int) -> str:
+def on_device(
+    models: list[Model], device: int, usable: float, left: int, page: int, beyond: int
+) -> str:
     """Return what a device has for the KV caches of all models, and what fits there."""
     lines = [
-        f"a device of {readable(device)}: {readable(left)}, which is {USABLE:.0%} without the "
-        f"weights, for KV caches, {readable(beyond)} beyond blocks, activations and CUDA graphs"
+        f"a device of {readable(device)}: {readable(left)}, which is {usable * 100:g}% without "
+        f"the weights, for KV caches, {readable(beyond)} beyond blocks, activations and CUDA graphs"
     ]
     for_blocks = max(0, left - beyond)
     for one in models:
@@ -256,6 +260,16 @@ def tier_of(options: argparse.Namespace, said: dict[str, Any]) -> float:
     return math.ceil(needed / (1 << 30))
 
 
+def names(models: list[Model]) -> list[str]:
+    """Return a name for each engine that no other has."""
+    found: list[str] = []
+    for model in models:
+        numbered = (f"{model.name}-{number}" for number in itertools.count(2))
+        tried = itertools.chain([model.name], numbered)
+        found.append(next(one for one in tried if one not in found))
+    return found
+
+
 def command(
     models: list[Model],
     at: int,
@@ -267,8 +281,7 @@ def command(
     """Return the command that starts the engine of one of the models."""
     words, model = ["KVPATCH=1"], models[at]
     if len(models) > 1:
-        before = sum(one.name == model.name for one in models[:at])
-        words.append(f"{KVCACHED_IPC_NAME}={model.name}{f'-{before + 1}' if before else ''}")
+        words.append(f"{KVCACHED_IPC_NAME}={names(models)[at]}")
         if left is not None:
             longest = model.shape.on_device(model.shape.longest or 1, 1, page)
             first = max(left // len(models), longest) >> 20
@@ -283,7 +296,7 @@ def command(
         ("max-model-len", options.max_model_len, 0),
         ("block-size", options.block_size, 16),
         ("kv-cache-dtype", options.kv_cache_dtype, "auto"),
-        ("dtype", options.dtype, ""),
+        ("dtype", options.dtype, "auto"),
         ("tensor-parallel-size", options.tensor_parallel_size, 1),
     ):
         if value != unset:

@@ -230,10 +230,12 @@ def test_the_command_says_what_fits_and_what_to_type(folder, capsys):
 
 def test_two_engines_of_one_model_have_names_of_their_own(folder, capsys):
     """A second engine with the same name does not start."""
-    chat = str(folder("chat"))
-    assert cli.main(["size", chat, chat, "--json"]) == 0
+    chat, other = str(folder("chat")), str(folder("chat-2"))
+    assert cli.main(["size", chat, chat, other, "--dtype", "auto", "--json"]) == 0
     commands = json.loads(capsys.readouterr().out)["commands"]
-    assert ["_NAME=chat " in commands[0], "_NAME=chat-2 " in commands[1]] == [True, True]
+    names = [word for one in commands for word in one.split() if "_NAME=" in word]
+    assert [one.partition("=")[2] for one in names] == ["chat", "chat-2", "chat-2-2"]
+    assert not [one for one in commands if "--dtype" in one]
 
 
 def test_the_tier_of_the_requests_asked_for_is_in_the_command(folder, capsys):
@@ -263,10 +265,14 @@ def test_what_an_engine_has_beyond_its_blocks(folder, capsys, monkeypatch):
     assert "beyond these blocks: up to 192 MiB of the device, the page of block 0, 10 pages" in out
     assert "for KV caches, 192 MiB beyond blocks, activations and CUDA graphs" in out
     assert "--port" not in out
-    monkeypatch.setenv("KVCACHED_MAX_RESERVED_PAGES", "0")
-    assert cli.main([*words, "--json"]) == 0
-    (one,) = json.loads(capsys.readouterr().out)["models"]
-    assert one["beyond_bytes"] == 2 * one["page_bytes"] == 32 << 20
+    for none in ("0", "-30"):
+        monkeypatch.setenv("KVCACHED_MAX_RESERVED_PAGES", none)
+        assert cli.main([*words, "--json"]) == 0
+        (one,) = json.loads(capsys.readouterr().out)["models"]
+        assert one["beyond_bytes"] == 2 * one["page_bytes"] == 32 << 20
+    monkeypatch.setenv("KVCACHED_GPU_UTILIZATION", "0.5")
+    assert cli.main(words) == 0
+    assert "a device of 4.0 GiB: 2.0 GiB, which is 50% without the" in capsys.readouterr().out
 
 
 def test_as_json(folder, capsys):
@@ -287,6 +293,7 @@ def test_a_model_that_is_not_there(tmp_path, capsys):
     [
         ("KVCACHED_PAGE_SIZE_MB", "3", "it is not a multiple of 2"),
         ("KVPATCH_HOST_DEVICE", "abc", "it is not a size"),
+        ("KVCACHED_GPU_UTILIZATION", "2", "it is not a share"),
     ],
 )
 def test_a_variable_that_cannot_be_read(name, value, said, folder, capsys, monkeypatch):
