@@ -41,9 +41,9 @@ class Model(NamedTuple):
 
     @property
     def name(self) -> str:
-        """A name for its engine."""
+        """A name for its engine, as kvcached keeps it, with room for a number."""
         folder = self.path if self.path.suffix != ".json" else self.path.absolute().parent
-        return re.sub(r"[^A-Za-z0-9_.-]", "-", folder.absolute().name).lower() or "model"
+        return re.sub(r"[^A-Za-z0-9_-]", "-", folder.absolute().name)[:56].lower() or "model"
 
 
 def _size(text: str) -> int:

@@ -229,12 +229,12 @@ def test_the_command_says_what_fits_and_what_to_type(folder, capsys):
 
 
 def test_two_engines_of_one_model_have_names_of_their_own(folder, capsys):
-    """A second engine with the same name does not start."""
-    chat, other = str(folder("chat")), str(folder("chat-2"))
-    assert cli.main(["size", chat, chat, other, "--dtype", "auto", "--json"]) == 0
+    """A second engine with the same name does not start; kvcached keeps no dots."""
+    chat, *others = [str(folder(name)) for name in ("chat", "chat-2", "chat.2")]
+    assert cli.main(["size", chat, chat, *others, "--dtype", "auto", "--json"]) == 0
     commands = json.loads(capsys.readouterr().out)["commands"]
     names = [word for one in commands for word in one.split() if "_NAME=" in word]
-    assert [one.partition("=")[2] for one in names] == ["chat", "chat-2", "chat-2-2"]
+    assert [one.partition("=")[2] for one in names] == ["chat", "chat-2", "chat-2-2", "chat-2-3"]
     assert not [one for one in commands if "--dtype" in one]
 
 
