@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import shutil
 import signal
@@ -67,14 +68,20 @@ def run(options: argparse.Namespace) -> int:
     environment = cli.operator_environment()
     if shutil.which(command[0], path=environment.get("PATH")) is None:
         return bad(f"there is no command {command[0]} on PATH; activate its environment")
-    folder = options.logs or Path(tempfile.mkdtemp(prefix="kvpatch-verify-"))
-    folder.mkdir(parents=True, exist_ok=True)
-    if any(folder.iterdir()):
-        return bad(f"{folder} is not empty")
+    option = "--verdicts"
     try:
         where = options.verdicts or verdicts.own_folder()
+        where.mkdir(mode=0o700, parents=True, exist_ok=True)
+        check_writable(where)
+        option = "--logs"
+        folder = options.logs or Path(tempfile.mkdtemp(prefix="kvpatch-verify-"))
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            return bad(f"{folder} is not empty")
+        check_writable(folder)
     except OSError as error:
-        return bad(f"{error} (--verdicts)")
+        name = f"{error.filename}: " if error.filename else ""
+        return bad(f"{name}{error.strerror or error} ({option})")
     say(shlex.join(masking.command(command)))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and not without ending the command
     for probe in distributions.probes():
@@ -98,6 +105,12 @@ def run(options: argparse.Namespace) -> int:
         print(f"verdict: {verdicts.write(where, content)}")
     print(f"logs: {folder}")
     return CODES[word]
+
+
+def check_writable(folder: Path) -> None:
+    """Raise OSError if nothing can be written into a folder: after the run it would be lost."""
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise OSError(f"nothing can be written into {folder}; name another one")
 
 
 def bad(why: str) -> int:

@@ -1,6 +1,7 @@
 """The ``kvpatch`` command itself: its subcommands, and what it leaves alone."""
 
 import importlib
+import os
 import sys
 from pathlib import Path
 
@@ -69,6 +70,26 @@ def test_verify_of_a_command_that_is_not_there_leaves_nothing(monkeypatch, capsy
     assert cli.main(["verify", "--", "vllm", "serve", "x"]) == 2
     assert "there is no command vllm on PATH" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("option", ["--verdicts", "--logs"])
+@pytest.mark.parametrize(
+    ("folder", "why"),
+    [
+        ("/proc/x", "/proc/x: No such file or directory"),
+        ("/etc/passwd", "/etc/passwd: File exists"),
+        ("closed", "nothing can be written into closed; name another one"),
+    ],
+)
+def test_verify_with_a_folder_that_cannot_be_used_starts_nothing(
+    monkeypatch, capsys, tmp_path, option, folder, why
+):
+    """It was known after minutes of the device, by a traceback and the exit status of a fault."""
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "access", lambda path, *_, **__: Path(path).name != "closed")
+    assert cli.main(["verify", option, folder, "--", "true"]) == 2
+    assert capsys.readouterr().out == f"kvpatch verify: {why} ({option})\n"
 
 
 @pytest.mark.parametrize("command", cli.COMMANDS, ids=lambda command: command.name)
