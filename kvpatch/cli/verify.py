@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 from kvpatch import cli, distributions, masking, verdicts
+from kvpatch.doctor.command import split
 from kvpatch.environ import VERDICTS
 from kvpatch.verify import report
 from kvpatch.verify import run as running
@@ -49,9 +50,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     words = parser.add_argument("words", nargs=argparse.REMAINDER, metavar="COMMAND")
     words.help = "as it would be started"
     parser.epilog = (
-        "The command is started with kvpatch on and refusals of what is not validated lifted, on "
-        "a free port of 127.0.0.1, and needs the device to itself. Exit status: 0 right, 1 wrong, "
-        "2 bad options, 3 not everything was seen."
+        "After -- may be variables and a command. It is started with kvpatch on and refusals of "
+        "what is not validated lifted, on a free port of 127.0.0.1, and needs the device to "
+        "itself. Exit status: 0 right, 1 wrong, 2 bad options, 3 not everything was seen."
     )
 
 
@@ -62,10 +63,11 @@ def run(options: argparse.Namespace) -> int:
     def say(line: str) -> None:
         print(f"[{time.monotonic() - begun:5.0f}s] {line}", flush=True)
 
-    command = tuple(options.words[1:] if options.words[:1] == ["--"] else options.words)
+    words = options.words[1:] if options.words[:1] == ["--"] else options.words
+    settings, command = split(words)
     if not command:
         return bad("no command was given; put it after --")
-    environment = cli.operator_environment()
+    environment = cli.operator_environment() | settings
     if shutil.which(command[0], path=environment.get("PATH")) is None:
         return bad(f"there is no command {command[0]} on PATH; activate its environment")
     option = "--verdicts"
@@ -82,7 +84,7 @@ def run(options: argparse.Namespace) -> int:
     except OSError as error:
         name = f"{error.filename}: " if error.filename else ""
         return bad(f"{name}{error.strerror or error} ({option})")
-    say(shlex.join(masking.command(command)))
+    say(shlex.join(masking.command(words)))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and not without ending the command
     for probe in distributions.probes():
         if probe.needed():
@@ -91,7 +93,7 @@ def run(options: argparse.Namespace) -> int:
                 print("kvpatch verify: not started: the probe was not right")
                 return CODES["unfinished"]
     chosen = running.Options(
-        command=command,
+        command=tuple(command),
         environment=environment,
         folder=folder.absolute(),
         plain=options.plain,
@@ -101,7 +103,7 @@ def run(options: argparse.Namespace) -> int:
     print(report.text(result), flush=True)
     word = result.judgement.word
     if result.combination and word != "unfinished":
-        content = report.content(result, command, time.strftime("%Y-%m-%d"), options.plain)
+        content = report.content(result, words, time.strftime("%Y-%m-%d"), options.plain)
         print(f"verdict: {verdicts.write(where, content)}")
     print(f"logs: {folder}")
     return CODES[word]

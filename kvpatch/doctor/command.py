@@ -20,7 +20,7 @@ SECONDS = 300
 def split(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     """Return the variables that ``[env] NAME=VALUE vllm serve`` sets, and its command."""
     rest, settings = list(words), {}
-    if rest[:1] == ["env"]:
+    if rest[:1] == ["env"] and not "".join(rest[1:2]).startswith("-"):
         rest = rest[1:]
     while rest and re.match(r"\w+=", rest[0]):
         name, _, value = rest.pop(0).partition("=")

@@ -10,6 +10,8 @@ import pytest
 import kvpatch
 from kvpatch import cli
 from kvpatch.cli import completion
+from kvpatch.verify import run as running
+from kvpatch.verify.judge import Judgement
 
 ROOT = Path(__file__).parents[2]
 NO_SIZE = "it is not a size; use for example 2GiB or 512MiB\n"
@@ -64,10 +66,13 @@ def test_what_a_subcommand_has_not_or_cannot_read(capsys, words, said):
     assert capsys.readouterr().err.endswith(said)
 
 
-def test_verify_of_a_command_that_is_not_there_leaves_nothing(monkeypatch, capsys, tmp_path):
+@pytest.mark.parametrize("variables", [(), ("KVPATCH_IDLE=30s",), ("env", "A=1")])
+def test_verify_of_a_command_that_is_not_there_leaves_nothing(
+    monkeypatch, capsys, tmp_path, variables
+):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert cli.main(["verify", "--", "vllm", "serve", "x"]) == 2
+    assert cli.main(["verify", "--", *variables, "vllm", "serve", "x"]) == 2
     assert "there is no command vllm on PATH" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
 
@@ -90,6 +95,20 @@ def test_verify_with_a_folder_that_cannot_be_used_starts_nothing(
     monkeypatch.setattr(os, "access", lambda path, *_, **__: Path(path).name != "closed")
     assert cli.main(["verify", option, folder, "--", "true"]) == 2
     assert capsys.readouterr().out == f"kvpatch verify: {why} ({option})\n"
+
+
+def test_verify_sets_the_variables_before_a_command(monkeypatch, tmp_path):
+    seen = []
+
+    def run(options, say):
+        seen.append(options)
+        return running.Result(Judgement(missing=["everything"]))
+
+    monkeypatch.setattr(running, "run", run)
+    monkeypatch.setattr("kvpatch.cli.verify.signal.signal", lambda *_: None)
+    words = ["--verdicts", str(tmp_path / "a"), "--logs", str(tmp_path / "b"), "--", "A=1", "true"]
+    assert cli.main(["verify", *words]) == 3
+    assert (seen[0].command, seen[0].environment["A"]) == (("true",), "1")
 
 
 @pytest.mark.parametrize("command", cli.COMMANDS, ids=lambda command: command.name)

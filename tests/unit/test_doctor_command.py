@@ -10,6 +10,7 @@ from kvpatch.doctor import command, would_start
     [
         (["vllm", "serve", "m"], {}, ["vllm", "serve", "m"]),
         (["env", "A=b=c", "vllm"], {"A": "b=c"}, ["vllm"]),
+        (["env", "-u", "A", "vllm"], {}, ["env", "-u", "A", "vllm"]),
         (["A=", "B=1", "vllm", "C=2"], {"A": "", "B": "1"}, ["vllm", "C=2"]),
     ],
 )
