@@ -16,7 +16,8 @@ def columns(lines: Iterable[tuple[str, ...]]) -> str:
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     for line in lines:
         table.add_row(*map(Text, line))
-    console = Console(width=WIDTH, color_system=None, highlight=False, markup=False)
+    # Without a height, rich ignores the width on a dumb terminal.
+    console = Console(width=WIDTH, height=1, color_system=None, highlight=False, markup=False)
     with console.capture() as captured:
         console.print(table)
     return "\n".join(line.rstrip() for line in captured.get().splitlines())

@@ -13,6 +13,7 @@ import pytest
 from kvpatch import cli
 from kvpatch.cli import engines
 from kvpatch.cli import status as command
+from kvpatch.cli.columns import columns
 from kvpatch.environ import STATUS_DIR
 from kvpatch.telemetry import port, publisher, reader, refusals
 from kvpatch.telemetry import status_page as page
@@ -107,6 +108,15 @@ def test_a_terminal_gets_the_columns_that_fit(width, capsys, monkeypatch):
     assert "STEP" not in head
     assert left_out.startswith("(this terminal is too narrow for STEP")
     assert len(head.split()) == len(line.replace(" MiB", "").split()) or "HITS" in head
+
+
+def test_a_dumb_terminal_gets_whole_columns(monkeypatch):
+    """rich made columns for 80 characters, of cut words."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "dumb")
+    lines = [("word" * 20, "word" * 20), ("a", "b")]
+    assert columns(lines).splitlines()[0] == "  ".join(lines[0])
+    assert len(columns(lines).splitlines()) == 2
 
 
 def test_every_page_that_the_device_is_charged_for_is_counted():
