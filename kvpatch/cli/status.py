@@ -42,7 +42,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "Without options: a line per engine. DEVICE is all that the device is charged for: mapped, "
         "reserved ahead and kvcached's zero page; HELD is a part of mapped; STORE/s and LOAD/s are "
         "bytes to the tier and back; HITS are the sources of prompt tokens; a narrow terminal gets "
-        "fewer columns. Ends 0 when an engine "
+        "fewer columns. Ends 0 when an engine, or the process of --pid, "
         "runs, and everything that can be seen from here does; else 1. An engine that ended with "
         "its server is no fault."
     )
@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
         seen = look(options)
         print(drawn(seen, options), flush=True)
         if not options.watch:
-            return code(seen)
+            return code(seen, options.pid)
         time.sleep(max(0.1, options.interval))
 
 
@@ -77,10 +77,11 @@ def drawn(seen: list[Seen], options: argparse.Namespace) -> str:
     return text(seen) if options.verbose or options.pid else overview(seen)
 
 
-def code(seen: list[Seen]) -> int:
-    """Return the exit code: 0 if something runs and nothing that should run does not."""
-    here = [one.state for one in seen if one.state not in (State.FOREIGN, State.ENDED)]
-    return 0 if here and all(state in reader.WELL for state in here) else 1
+def code(seen: list[Seen], pid: int | None = None) -> int:
+    """Return the exit code: 0 if an engine, or ``pid``, runs, and nothing that should does not."""
+    here = [one for one in seen if one.state not in (State.FOREIGN, State.ENDED)]
+    runs = bool(here) if pid else any(map(is_shown, here))
+    return 0 if runs and all(one.state in reader.WELL for one in here) else 1
 
 
 def as_json(seen: list[Seen]) -> str:
