@@ -5,13 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+from contextlib import suppress
 from itertools import chain
+
+from packaging.version import InvalidVersion
 
 from kvpatch import distributions, gate, patches, supported
 from kvpatch import verdicts as verdicts_here
 from kvpatch.cli.columns import columns
 from kvpatch.matrix import tables, verdicts
 from kvpatch.matrix.verdicts import Matrix, Verdict
+from kvpatch.versions import Installed
 
 LEGEND = (
     f"{tables.ALL} validated, {tables.PART} in part, {tables.REFUSED} refused, "
@@ -43,22 +47,32 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the matrix; return the exit code."""
     matrix = verdicts.read()
-    if options.vllm not in (None, *matrix.releases):
-        print(
+    vllm = options.vllm and release(options.vllm, matrix.releases)
+    if options.vllm and not vllm:
+        why_not = (
             f"vLLM {options.vllm} is not known to this kvpatch, and does not start "
             f"(KVP107); stay on vLLM {supported.in_ranges(supported.validated())}, or read "
             "docs/support-policy.md on how one may be tried"
         )
+        print(json.dumps({"error": why_not}) if options.json else why_not)
         return 2
     if options.rows:
-        print(rows([options.vllm] if options.vllm else matrix.releases, options.json))
+        print(rows([vllm] if vllm else matrix.releases, options.json))
     elif options.json:
-        print(as_json(matrix.of(options.vllm) if options.vllm else matrix))
-    elif options.vllm:
-        print(one_release(matrix.of(options.vllm), options.vllm))
+        print(as_json(matrix.of(vllm) if vllm else matrix))
+    elif vllm:
+        print(one_release(matrix.of(vllm), vllm))
     else:
         print(every_release(matrix))
     return 0
+
+
+def release(text: str, releases: list[str]) -> str:
+    """Return the release that a version is, as the gate reads it; empty if it is none."""
+    with suppress(InvalidVersion):
+        found = Installed.release("vllm", text)
+        return next((one for one in releases if found.is_one_of([one])), "")
+    return ""
 
 
 def as_json(matrix: Matrix) -> str:

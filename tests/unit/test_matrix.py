@@ -468,6 +468,19 @@ def test_the_command_prints_what_is_recorded(run):
     assert "three where each pair of them does (KVP376)" in done.out
     done = matrix("--vllm", "0.1.0")
     assert (done.code, "stay on vLLM 0.16.0 to " in done.out) == (2, True)
+    done = matrix("--vllm", "0.1.0", "--json")
+    assert "stay on vLLM 0.16.0 to " in json.loads(done.out)["error"]
+
+
+@pytest.mark.parametrize(
+    ("text", "release"),
+    [
+        *((text, "0.32.0") for text in ("0.32.0", "0.32.0+cpu", "0.32", "v0.32.0")),
+        *((text, "") for text in ("0.32.0rc1", "0.32.0.post1", "9.9", "newest")),
+    ],
+)
+def test_a_release_is_the_one_that_the_gate_reads(text, release):
+    assert cli.release(text, list(VLLM)) == release
 
 
 def test_the_command_prints_the_outcome_of_each_patch(run):
