@@ -47,8 +47,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the matrix; return the exit code."""
     matrix = verdicts.read()
-    vllm = options.vllm and release(options.vllm, matrix.releases)
-    if options.vllm and not vllm:
+    vllm = None if options.vllm is None else release(options.vllm, matrix.releases)
+    if vllm == "":
         why_not = (
             f"vLLM {options.vllm} is not known to this kvpatch, and does not start "
             f"(KVP107); stay on vLLM {supported.in_ranges(supported.validated())}, or read "
