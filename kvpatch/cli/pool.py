@@ -34,29 +34,32 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Set the limit if asked to, and print the pool; return the exit code."""
+
+    def failed(why: str, code: int = 2) -> int:
+        print(json.dumps({"error": why}) if options.json else why)
+        return code
+
+    size, ours = options.size, HOST_POOL.read()
+    said = size or f"{HOST_POOL}={ours}"
     try:
-        wanted, name = _read(options.size or HOST_POOL.read())
+        wanted, name = _read(size or ours)
+        if size and "@" not in size:
+            said = f"{HOST_POOL}={ours}"
+            name = _read(ours)[1]
     except ValueError as error:
-        print(f"{options.size or HOST_POOL.read()} is no size of a pool: {error}")
-        return 2
-    if options.size and "@" not in options.size and HOST_POOL.read():
-        name = _read(HOST_POOL.read())[1]
+        return failed(f"{said} is no size of a pool: {error}")
     folder = ledger.home(name)
     try:
-        if options.size:
+        if size:
             if why_not := _too_large(folder, wanted):
-                print(why_not)
-                return 2
+                return failed(why_not)
             if not ledger.set_limit(folder, wanted):
-                print(f"no engine is in the pool {folder}")
-                return 1
+                return failed(f"no engine is in the pool {folder}", 1)
         shown = ledger.show(folder, remove=True)
     except (ledger.Busy, ledger.Foreign, OSError) as error:
-        print(f"the pool {folder} cannot be used: {type(error).__name__}: {error}")
-        return 2
+        return failed(f"the pool {folder} cannot be used: {type(error).__name__}: {error}")
     if shown is None:
-        print(f"no engine is in the pool {folder}")
-        return 1
+        return failed(f"no engine is in the pool {folder}", 1)
     print(as_json(*shown) if options.json else text(*shown))
     return 0
 
@@ -77,7 +80,7 @@ def _too_large(folder: Path, wanted: int) -> str:
 
 
 def _read(text: str) -> tuple[int, str]:
-    return environ.pool(text) if text else (0, "")
+    return environ.engines_pool(text) if text else (0, "")
 
 
 def as_json(limit: Limit, engines: list[Peer]) -> str:

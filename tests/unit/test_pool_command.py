@@ -75,9 +75,13 @@ def test_the_limit_is_set(engine, capsys):
     assert engine.look(0, 0.0).limit == MIB
 
 
-def test_a_limit_below_an_extent_is_said(engine, capsys):
-    assert printed(capsys, "1MiB")[1].splitlines()[-1].endswith("s")
-    assert "stores nothing: it takes 1 MiB at a time" in printed(capsys, "524288")[1]
+def test_a_limit_below_an_extent_is_said(name, capsys):
+    member = join(ledger.record_of(ledger.home(name), "one"), 8 * MIB, owner(extent=2 * MIB))
+    try:
+        assert printed(capsys, "2MiB")[1].splitlines()[-1].endswith("-")
+        assert "stores nothing: it takes 2 MiB at a time" in printed(capsys, "1MiB")[1]
+    finally:
+        member.leave()
 
 
 def test_a_limit_above_the_memory_of_the_machine_is_refused(engine, capsys, monkeypatch):
@@ -109,12 +113,26 @@ def test_another_pool_is_named(engine, name, capsys, monkeypatch):
 
 def test_a_pool_that_is_not_there(name, capsys):
     assert printed(capsys) == (1, f"no engine is in the pool {ledger.home(name)}\n")
+    code, text = printed(capsys, "--json")
+    assert (code, json.loads(text)) == (
+        1,
+        {"error": f"no engine is in the pool {ledger.home(name)}"},
+    )
     assert printed(capsys, "1GiB")[0] == 1
 
 
-@pytest.mark.parametrize("size", ["lots", "1GiB@", "1GiB@a/b", "1GiB@../x", "0"])
-def test_no_size(size, name, capsys):
+@pytest.mark.parametrize("size", ["lots", "1GiB@", "1GiB@a/b", "1GiB@../x", "0", "32"])
+def test_no_size(size, engine, capsys):
     assert printed(capsys, size)[0] == 2
+    assert engine.look(0, 0.0).limit == 8 * MIB
+
+
+def test_a_pool_of_the_environment_that_is_none(capsys, monkeypatch):
+    monkeypatch.setenv(HOST_POOL.name, "bad")
+    why = "KVPATCH_HOST_POOL=bad is no size of a pool: it is not a size; use for example 2GiB or"
+    for words in ((), ("8GiB",)):
+        code, text = printed(capsys, *words)
+        assert (code, text.startswith(why)) == (2, True)
 
 
 def test_a_pool_that_cannot_be_used(name, capsys, monkeypatch):
