@@ -63,14 +63,12 @@ def boolean(text: str) -> bool:
 
 def seconds(text: str) -> float:
     """Return a number of seconds above 0, without a unit, or raise ValueError."""
-    return _above_zero(
-        _number(text, _SECONDS), "it is not a number of seconds; use for example 10 or 0.5"
-    )
+    return _time(text, _SECONDS, "it is not a number of seconds; use for example 10 or 0.5")
 
 
 def duration(text: str) -> float:
     """Return seconds above 0, of a number with a unit or without, or raise ValueError."""
-    return _above_zero(_number(text, _TIMES), "it is not a duration; use for example 30s or 5min")
+    return _time(text, _TIMES, "it is not a duration; use for example 30s or 5min")
 
 
 def size(text: str) -> int:
@@ -79,6 +77,14 @@ def size(text: str) -> int:
     if number >= 1 << 62:
         raise ValueError("no machine has as much memory; use for example 2GiB or 512MiB")
     return int(_above_zero(int(number), "it is not a size; use for example 2GiB or 512MiB"))
+
+
+def memory(text: str) -> int:
+    """Return the bytes of an engine's memory, or raise ValueError; 64 is 64 bytes, and none."""
+    found = size(text)
+    if found < 1 << 20:
+        raise ValueError("it is less than 1 MiB; use for example 2GiB or 512MiB")
+    return found
 
 
 def whole(text: str) -> int:
@@ -157,6 +163,13 @@ def engines_pool(text: str) -> tuple[int, str]:
     return found
 
 
+def _time(text: str, units: Mapping[str, float], otherwise: str) -> float:
+    found = _above_zero(_number(text, units), otherwise)
+    if found > 1 << 30:  # what waits takes no more than some hundred years
+        raise ValueError(f"it is more than 30 years; {otherwise.partition('; ')[2]}")
+    return found
+
+
 def _above_zero(number: float, otherwise: str) -> float:
     if number <= 0:
         raise ValueError(otherwise)
@@ -220,7 +233,7 @@ HOST_POOL_FLOOR = Variable(
     "KVPATCH_HOST_POOL_FLOOR",
     "size of the host pool that this engine may have, and keep, whatever other engines need",
     "others may take what is colder than their own",
-    size,
+    memory,
 )
 IDLE = Variable(
     "KVPATCH_IDLE",

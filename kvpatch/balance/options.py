@@ -68,7 +68,7 @@ def of(said: Mapping[str, Any]) -> Options:
     if "every" in said:
         options = replace(options, every=_parsed(environ.duration, said["every"], "every"))
     if "memory" in said:
-        options = replace(options, memory=_parsed(environ.size, said["memory"], "memory"))
+        options = replace(options, memory=_parsed(environ.memory, said["memory"], "memory"))
     engines = said.get("engines", {})
     if not isinstance(engines, dict) or not all(isinstance(one, dict) for one in engines.values()):
         raise Wrong("engines is no table of tables; write [engines.NAME]")
@@ -83,7 +83,7 @@ def with_(terms: Terms, name: str, given: Mapping[str, Any]) -> Terms:
     """Return terms with the parts set that an operator gives; Wrong if one cannot be used."""
     for part in ("floor", "ceiling"):
         if part in given:
-            size = _parsed(environ.size, given[part], f"the {part} of {name}")
+            size = _parsed(environ.memory, given[part], f"the {part} of {name}")
             terms = replace(terms, **{part: size})
     if "priority" in given:
         terms = replace(terms, priority=_priority(given["priority"], name))

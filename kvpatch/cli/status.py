@@ -9,10 +9,13 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
+from kvpatch.cli import verbs
 from kvpatch.cli.engines import charged, is_shown, last_suspension, table
 from kvpatch.cli.screen import Screen
+from kvpatch.environ import seconds
 from kvpatch.sizes import readable
 from kvpatch.telemetry import reader, refusals, status_page
 from kvpatch.telemetry.printable import printable
@@ -35,7 +38,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--watch", action="store_true", help="draw it again until q or Ctrl-C")
     parser.add_argument(
-        "--interval", type=float, default=1.0, help="seconds between drawings (default: 1)"
+        "--interval",
+        type=partial(verbs.parsed, seconds),
+        default=1.0,
+        help="seconds between drawings, 0.1 at least (default: 1)",
     )
     parser.add_argument("--json", action="store_true", help="print it as JSON, a line a drawing")
     parser.epilog = (

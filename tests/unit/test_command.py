@@ -57,6 +57,10 @@ def test_nothing_asked_for_is_answered_with_the_help(run):
         (["list", "--nothing-like-it"], "unrecognized arguments: --nothing-like-it\n"),
         *((["limit", "a", text], f"{text}: {NO_SIZE}") for text in ("64X", "2GiBi", "much")),
         *((["suspend", "a", "--timeout", text], f"{text}: {NO_TIME}") for text in ("0", "soon")),
+        *(
+            (["status", "--watch", f"--interval={text}"], f"{text}: {NO_TIME}")
+            for text in ("inf", "nan", "0", "-3")
+        ),
     ],
 )
 def test_what_a_subcommand_has_not_or_cannot_read(capsys, words, said):

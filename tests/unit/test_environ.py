@@ -28,6 +28,7 @@ def test_a_switch_is_on_or_off(on, text):
 NO_SWITCH = environ.boolean, "neither on nor off"
 NO_DURATION = environ.seconds, "not a number of seconds"
 NO_SIZE = environ.size, "is not a size; use for example 2GiB or 512MiB"
+TOO_LONG = environ.seconds, "more than 30 years; use for example 10 or 0.5"
 TOO_MUCH = environ.size, "no machine has as much"  # the ledger of a pool has no room for it
 
 
@@ -37,6 +38,10 @@ TOO_MUCH = environ.size, "no machine has as much"  # the ledger of a pool has no
         *((*NO_SWITCH, text) for text in ("banana", "2", "on off", "10s")),
         *((*NO_DURATION, text) for text in ("", "10s", "soon", "0", "-1", "inf", "nan")),
         *((*NO_DURATION, text) for text in ("1e3", "1_0", "٣")),
+        *((*TOO_LONG, text) for text in ("1073741825", "9" * 400)),
+        (environ.duration, "more than 30 years; use for example 30s or 5min", "99999999999999h"),
+        *((environ.memory, "less than 1 MiB; use for example", text) for text in ("64", "1023KiB")),
+        (environ.memory, "is not a size", "0"),
         *((*NO_SIZE, text) for text in ("", "0", "2GBs", "2  GiB", "-1GiB", "infMiB", "1PiB")),
         (*NO_SIZE, "0.1"),
         *((*TOO_MUCH, text) for text in ("99999999999GiB", "9" * 400)),
