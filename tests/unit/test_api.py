@@ -1,8 +1,10 @@
 """What a program may import from kvpatch."""
 
 import os
+import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from kvpatch.refusal import Refusal
 from kvpatch.telemetry import status_page
 
 ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/python.md").read_text()
 
 
 def test_all_of_it_is_there():
@@ -52,6 +55,16 @@ def test_status_is_what_a_page_says(place):
     assert process.elastic is True
     assert process.features == {"fence": "applied"}
     assert process.engine["requests"] == {"running": 1, "waiting": 0}
+
+
+@pytest.mark.parametrize("elastic", [True, False])
+def test_the_check_of_the_documentation_is_of_engines_that_run(place, elastic):
+    """Beside the page of an engine that was restarted it failed."""
+    (code,) = re.findall(r"```python\n(import kvpatch\n\n.*?)```", PAGE, re.DOTALL)
+    for pid in (4_000_000, os.getpid()):
+        status_page.Writer(pid, "0.1.0").write({"elastic": elastic})
+    with nullcontext() if elastic else pytest.raises(AssertionError):
+        exec(code, {})
 
 
 def test_status_of_a_process_that_is_unknown_is_not_elastic(place):
