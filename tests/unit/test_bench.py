@@ -336,6 +336,14 @@ def test_what_kvcached_takes_of_a_step_is_no_part_of_the_goal():
     assert row[2:] == ("-", "1.44x", "met")
 
 
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(1.0, "1.00x"), (1.1, "1.10x"), (1.1042, "1.104x"), (1.1001, "1.1001x"), (1.2, "1.20x")],
+)
+def test_no_rounding_hides_that_a_goal_is_missed(number, text):
+    assert steps_goals.written("{:.2f}x", number, 1.1) == text
+
+
 def test_the_worst_pair_and_seed_decide_on_a_goal_of_sharing():
     def pair(turn, halves, lru):
         return {"pair": ["a", "b"], "turn": turn, "over_halves": halves, "over_one_lru": lru}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -156,9 +157,16 @@ def rows(found: Result) -> Iterator[Row]:
             figure,
             goal.format(most),
             "-" if before is None else form.format(before),
-            "-" if now is None else form.format(now),
+            "-" if now is None else written(form, now, most),
             "open" if now is None else word(now <= most),
         )
+
+
+def written(form: str, number: float, most: float) -> str:
+    """Return a figure, with more digits where rounding would hide that it misses its goal."""
+    while number > most and form.format(number) == form.format(most):
+        form = re.sub(r"\.(\d+)f", lambda digits: f".{int(digits[1]) + 1}f", form)
+    return form.format(number)
 
 
 def sharing_rows(found: Result) -> Iterator[tuple[str, str, str, str]]:
