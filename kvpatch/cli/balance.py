@@ -33,10 +33,11 @@ PARTS = {
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    parser.add_argument(
+    once = parser.add_mutually_exclusive_group()
+    once.add_argument(
         "--dry-run", action="store_true", help="look once, say what would be done, set no limit"
     )
-    parser.add_argument(
+    once.add_argument(
         "--restore",
         action="store_true",
         help="set the limits that the engines started with again, and end",
@@ -154,6 +155,8 @@ def read(given: argparse.Namespace) -> Options:
     found = replace(
         found, **{name: getattr(options.of({name: text}), name) for name, text in said.items()}
     )
+    if both := sorted(set(given.lend).intersection(given.no_lend)):
+        raise Wrong(f"{', '.join(both)} has both --lend and --no-lend; leave one out")
     parts: dict[str, dict[str, str | bool]] = {name: {"lends": True} for name in given.lend}
     parts |= {name: {"lends": False} for name in given.no_lend}
     for part in PARTS:

@@ -519,11 +519,17 @@ def test_a_floor_above_its_ceiling_is_refused():
         parsed("--floor", "chat=8GiB", "--ceiling", "chat=4GiB")
 
 
+def test_an_engine_that_is_to_lend_and_not_to_lend_is_refused():
+    with pytest.raises(Wrong, match="a, c has both --lend and --no-lend; leave one out"):
+        parsed(*(f"--lend={name}" for name in "cab"), "--no-lend=a", "--no-lend=c")
+
+
 @pytest.mark.parametrize(
     ("words", "why"),
     [
         (("--floor", "4GiB"), "4GiB is not NAME=VALUE"),
         (("--rounds", "0"), "0 is no number above 0"),
+        (("--dry-run", "--restore"), "argument --restore: not allowed with argument --dry-run"),
     ],
 )
 def test_flags_that_are_none(words, why, capsys):
