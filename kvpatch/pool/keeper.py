@@ -54,6 +54,7 @@ class Keeper:
 
     Attributes:
         evicted: blocks of extents that had to go, for people.
+        evicts: whether blocks were offered in this step that are evicted for who takes them.
         view: the last look at the ledger.
         broken: why no extent is committed now; empty if nothing failed.
     """
@@ -71,6 +72,7 @@ class Keeper:
         self.extents, self.memory, self.member, self.ranks = extents, memory, member, ranks
         self.lock, self._evict, self._clock = lock, evict, clock
         self.evicted = 0
+        self.evicts = False
         self.view: View | None = None
         self.broken = ""
         self._broken_until = 0.0

@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvpatch import state
 from kvpatch.patches.host_pool import connected, simple, simple_region
-from kvpatch.patches.host_pool.tier import Pooled
+from kvpatch.patches.host_pool.tier import Pooled, around_schedule
 from kvpatch.pool import ledger, stripes
 from kvpatch.pool.extents import Extents
 from kvpatch.pool.keeper import Keeper
@@ -88,6 +88,7 @@ class Tier:
         for _ in range(times):
             self.now += 0.1
             self.keeper.turn()
+            self.keeper.evicts = False  # the next step of the scheduler
 
     def new(self, count):
         """Blocks that a store writes to."""
@@ -198,6 +199,29 @@ def test_a_full_pool_evicts_in_vllms_order():
     assert [block.block_id for block in taken] == [2, 3, 4]
     assert tier.find(keys[0]) is first
     assert [tier.find(key) for key in keys[1:4]] == [None] * 3
+    tier.check()
+
+
+@pytest.mark.parametrize("begin", [around_schedule, simple.around_locked])
+@pytest.mark.parametrize(
+    ("before", "meanwhile"),
+    [
+        ({"_room": False}, lambda tier: setattr(tier.keeper, "_room", True)),  # by the thread
+        ({"broken": "it failed"}, lambda tier: setattr(tier.keeper, "broken", "")),
+        ({"_room": False}, lambda tier: setattr(tier, "now", tier.now + 1)),  # nobody has looked
+    ],
+)
+def test_a_step_can_take_all_that_it_was_offered_although_the_tier_grows(
+    tier, before, meanwhile, begin
+):
+    scheduler = SimpleNamespace()
+    state.attach(scheduler, Pooled(tier.extents, tier.keeper, tier.keeper.lock, 1))
+    tier.store(tier.new(2))
+    vars(tier.keeper).update(before)
+    assert tier.pool.get_num_free_blocks() == PER
+    meanwhile(tier)
+    tier.store([*tier.new(3), *tier.new(1)])
+    assert begin(tier.pool.get_num_free_blocks, scheduler, (), {}) == 0, "the next one waits"
     tier.check()
 
 

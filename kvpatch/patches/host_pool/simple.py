@@ -32,16 +32,22 @@ class Queue:
 
     @property
     def num_free_blocks(self) -> int:
-        """The blocks that can be handed out now; while the tier grows, none is evicted for it."""
+        """The blocks that can be handed out now; while the tier grows, none is evicted for it.
+
+        vLLM takes as many as it was told of, and asks once more then: what was offered stays
+        offered until the next step, also where the tier can grow since.
+        """
         with self._lock:
             extents = self._extents
             if self.counting:
                 return extents.chunks - extents.used + len(self._cached)
             self._evict_draining()
-            if extents.free and self._keeper.grows:
-                return extents.free
-            if not extents.free and self._keeper.need(1):
-                return 0
+            if not self._keeper.evicts:
+                if extents.free and self._keeper.grows:
+                    return extents.free
+                if not extents.free and self._keeper.need(1):
+                    return 0
+                self._keeper.evicts = True
             return extents.free + len(self._cached)
 
     def popleft_n(self, count: int) -> list[Any]:
@@ -130,6 +136,7 @@ def around_locked(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     if pooled is None:
         return wrapped(*args, **kwargs)
     with pooled.lock:
+        pooled.keeper.evicts = False
         return wrapped(*args, **kwargs)
 
 

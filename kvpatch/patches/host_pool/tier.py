@@ -221,6 +221,7 @@ def around_schedule(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         return wrapped(*args, **kwargs)
     with pooled.lock:
         pooled.promotions = 0
+        pooled.keeper.evicts = False
         return wrapped(*args, **kwargs)
 
 
