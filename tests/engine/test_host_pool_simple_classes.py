@@ -1,6 +1,7 @@
 """vLLM's BlockPool of SimpleCPUOffloadConnector over extents, without an engine."""
 
 import os
+import signal
 import struct
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -16,14 +17,17 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvpatch import state
-from kvpatch.patches.host_pool import connected, simple, simple_region
+from kvpatch import claims, state
+from kvpatch.environ import HOST_POOL
+from kvpatch.patches.host_pool import connected, engine, presence, simple, simple_region
 from kvpatch.patches.host_pool.tier import Pooled, around_schedule
-from kvpatch.pool import ledger, stripes
+from kvpatch.pool import ledger, member, stripes
 from kvpatch.pool.extents import Extents
 from kvpatch.pool.keeper import Keeper
 from kvpatch.pool.member import View
 from kvpatch.pool.ranks import Failed, Ranks
+from kvpatch.refusal import Refusal
+from kvpatch.upstream.vllm_api import region_path
 
 BLOCKS, BLOCK = 41, 1 << 18  # the first is the null block; bytes of one
 PER = 4
@@ -546,3 +550,97 @@ def test_a_device_that_registers_one_region_only_has_none(workers, device):
 def test_workers_that_do_not_agree_are_seen(tmp_path, others, what):
     with (tmp_path / "tier").open("wb") as file, pytest.raises(Failed, match=what):
         lay_out(file.fileno(), EXTENT, [stripes.pack((4096,)), *others])
+
+
+# The engine's side
+
+
+class SimpleCPUOffloadConnector(SimpleNamespace):
+    """vLLM's, by its name."""
+
+
+class Starting:
+    """An engine that starts, in a pool of its own."""
+
+    def __init__(self, monkeypatch):
+        self.engine_id = f"test-{os.urandom(8).hex()}"
+        self.path = region_path(self.engine_id)
+        self.parallel_config = SimpleNamespace(rank=0, world_size=1)
+        self.model_config = SimpleNamespace(served_model_name="a model")
+        self.kv_transfer_config = SimpleNamespace(
+            engine_id=self.engine_id,
+            kv_connector="SimpleCPUOffloadConnector",
+            kv_connector_module_path=None,
+            kv_connector_extra_config={"cpu_bytes_to_use": BLOCKS * BLOCK},
+        )
+        self.enter = lambda pool: monkeypatch.setenv(
+            HOST_POOL.name, f"64MiB@{self.engine_id[5:]}{pool}"
+        )
+        self.enter("")
+
+    def part(self):
+        return engine.Part(self)
+
+
+@pytest.fixture
+def starting(monkeypatch):
+    made = Starting(monkeypatch)
+    yield made
+    presence.home().rmdir()
+    assert not made.path.exists()
+
+
+def test_an_engine_that_was_killed_while_it_started_starts_again(starting):
+    pid = os.fork()
+    if pid == 0:
+        try:
+            _part = starting.part()
+            os.kill(os.getpid(), signal.SIGKILL)
+        finally:
+            os._exit(1)
+    assert os.waitpid(pid, 0)[1] == signal.SIGKILL
+    starting.part().close()
+
+
+def test_the_file_of_a_starting_engine_is_not_another_pools(starting):
+    first = starting.part()
+    starting.enter("another")
+    with pytest.raises(Refusal, match=r"another engine of this process .*would share .*KVP413"):
+        starting.part()
+    assert starting.path.exists()
+    starting.enter("")
+    first.close()
+
+
+def test_a_file_that_nobody_claims_stays_and_its_engine_id_is_refused(starting):
+    starting.path.touch(0o600)
+    for mode, said in ((0o600, "already exists, .* remove the file .*KVP413"), (0o644, "KVP416")):
+        starting.path.chmod(mode)
+        with pytest.raises(Refusal, match=said):
+            starting.part()
+    starting.path.unlink()
+    starting.part().close()
+
+
+def test_the_name_is_free_after_a_refusal(starting, monkeypatch):
+    def lingers(*given):
+        raise member.Lingers("it lingers")
+
+    with monkeypatch.context() as patched, pytest.raises(Refusal, match="KVP347") as _kept:
+        patched.setattr(member, "join", lingers)
+        starting.part()
+    starting.part().close()
+
+
+def test_the_name_is_free_when_an_engine_has_started(starting):
+    part = starting.part()
+    worker = simple_region.Shared(SimpleNamespace(vllm_config=starting), None)
+    worker.map({"a": torch.zeros((9, BLOCK), dtype=torch.int8)}, BLOCKS)
+    connector = SimpleCPUOffloadConnector(scheduler_manager=Tier().planner)
+    core = Starting.__new__(Starting)
+    core.scheduler = SimpleNamespace(connector=connector)
+    part.begin(core)
+    assert not starting.path.exists()
+    claims.take("tier", starting.engine_id).release()
+    worker.close()
+    state.find(core, Pooled).close()

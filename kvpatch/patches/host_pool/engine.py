@@ -7,6 +7,8 @@ import os
 import threading
 import time
 import weakref
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from kvpatch import claims, private, state
@@ -20,11 +22,13 @@ from kvpatch.pool.record import Owner
 from kvpatch.refusal import Refusal
 from kvpatch.sizes import readable
 from kvpatch.telemetry.host_pool import HostPool
+from kvpatch.upstream import connectors
 from kvpatch.upstream.vllm_api import region_path
 
 EXTENT = 64 << 20  # bytes, about
 # Of a small pool an extent is smaller, so that engines have several.
 _PARTS, _SMALLEST = 64, 1 << 20
+_OTHER_ID = "give each engine its own engine_id in kv_transfer_config"
 _ALONE = "leave KVPATCH_HOST_POOL unset, or set KVPATCH=0"
 
 
@@ -78,7 +82,8 @@ class Part:
     """The part in the pool of an engine that starts; refused if the pool cannot be used."""
 
     def __init__(self, config: Any) -> None:
-        engine_id = config.kv_transfer_config.engine_id
+        transfer = config.kv_transfer_config
+        engine_id = transfer.engine_id
         self._workers = int(config.parallel_config.world_size)
         self._size = presence.size()
         self._extent = max(_SMALLEST, min(EXTENT, self._size // _PARTS))
@@ -99,15 +104,38 @@ class Part:
             namespace=ledger.pid_namespace(),
             name=name,
         )
-        self._member = _join(ledger.record_of(presence.home(), engine_id), self._size, owner)
+        # That of OffloadingConnector is claimed already, see secondary_tiers.shared_memory.
+        claim = None if connectors.offloading(transfer) else self._claim(engine_id)
+        try:
+            self._member = _join(ledger.record_of(presence.home(), engine_id), self._size, owner)
+        except BaseException:
+            claims.release(self)
+            raise
         self._ranks: Ranks | None = None
         try:
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
             self._file = os.open(self._path, flags, 0o600)
+            if claim is not None:
+                claim.cover(self._path.name)  # of an engine that is killed before its name is gone
             self._ranks = Ranks(ledger.socket_of(self._member.path))
+        except FileExistsError as error:
+            self.close()
+            raise _exists(self._path, engine_id) from error
         except OSError as error:
             self.close()
             raise claims.no_room(self._path, error) from error
+
+    def _claim(self, engine_id: str) -> claims.Claim:
+        """Claim the name of the tier's file for as long as it has one, in whichever pool."""
+        try:
+            return claims.hold(self, "tier", engine_id)
+        except claims.Taken as taken:
+            raise Refusal(
+                f"{taken.holder} has the engine_id {engine_id}",
+                f"the two would share {self._path}, and load each other's blocks",
+                _OTHER_ID,
+                code="KVP413",
+            ) from taken
 
     def begin(self, engine: Any) -> None:
         """Start the thread of an engine whose workers have mapped the tier; refused otherwise."""
@@ -147,6 +175,7 @@ class Part:
         state.attach(engine, HostPool(keeper.describe))
         weakref.finalize(engine, pooled.close)  # of an engine that is dropped without a shutdown
         self._file = -1  # the keeper's from now on
+        claims.release(self)
         keeper.start()
 
     def close(self) -> None:
@@ -157,7 +186,25 @@ class Part:
             os.close(self._file)
             self._path.unlink(missing_ok=True)
             self._file = -1
+        claims.release(self)
         self._member.leave()
+
+
+def _exists(path: Path, engine_id: str) -> Refusal:
+    with suppress(FileNotFoundError):  # since
+        try:
+            private.check_file(path, path.lstat())
+        except private.Unsafe as error:
+            return error.refusal(
+                "another user could read and change the KV of this engine's requests", _OTHER_ID
+            )
+    return Refusal(
+        f"the CPU tier's shared memory {path} already exists",
+        f"another engine with engine_id {engine_id} is running or was killed, and two engines that "
+        "share this memory would load each other's blocks",
+        f"{_OTHER_ID}, or remove the file when no engine uses it",
+        code="KVP413",
+    )
 
 
 def _join(path: Any, size: int, owner: Owner) -> member.Member:
