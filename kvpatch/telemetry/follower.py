@@ -19,7 +19,7 @@ from kvpatch.telemetry import reader
 from kvpatch.telemetry.prometheus import Metrics
 from kvpatch.telemetry.series import gauges
 
-INTERVAL = 1.0  # seconds between two looks at the pages; a look takes less than a millisecond
+INTERVAL = 1.0  # seconds between two looks at the pages; those of other servers are read once
 
 
 def follow(metrics: Metrics) -> None:
@@ -49,7 +49,8 @@ def _try_to_look(metrics: Metrics) -> None:
 
 def look(metrics: Metrics) -> None:
     """Show what the status pages of a server's engines say, where that is news."""
-    pages = [found.content for found in reader.engines_of((os.getpid(), os.getppid()))]
+    servers = (os.getpid(), os.getppid())
+    pages = [found.content for found in reader.engines_of(servers, metrics.others)]
     engines = [number_of(content, metrics) for content in pages]
     known = Counter(engines)
     # The pages and messages have the monotonic clock, by which the later one is shown: the other

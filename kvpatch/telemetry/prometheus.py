@@ -47,6 +47,7 @@ class Metrics:
         self.engines = per_engine_labelvalues
         # A thread follows the status pages (``follower``), another records the messages.
         self._lock = threading.Lock()
+        self.others: dict[str, tuple[int, int]] = {}  # pages that are not of its engines
         self._as_of: dict[int, float] = {}
         self._counters = {
             series.name: classes.counter(

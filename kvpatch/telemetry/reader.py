@@ -7,7 +7,7 @@ import os
 import pwd
 import re
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -86,11 +86,22 @@ def all_of(everyone: bool) -> list[Seen]:
 def living() -> list[Seen]:
     """Return this user's processes that publish and run here; the pages of others are not read."""
     ended = (*OVER, State.FOREIGN)
-    found = _in_folder(page.folder_of(os.getuid()), os.getuid(), only_here=True)
+    found = [look(path) for path in _own() if _is_here(path.name)]
     return [seen for seen in found if seen.page is not None and seen.state not in ended]
 
 
-def _in_folder(folder: Path, uid: int, only_here: bool = False) -> Iterator[Seen]:
+def _own() -> list[Path]:
+    """Return the files of this user's pages; none if their folder may be somebody else's."""
+    folder = page.folder_of(os.getuid())
+    try:
+        page.checked(folder, os.getuid())
+        names = _sorted(one.name for one in folder.iterdir() if one.name.endswith(".page"))
+    except OSError:
+        return []
+    return [folder / name for name in names]
+
+
+def _in_folder(folder: Path, uid: int) -> Iterator[Seen]:
     try:
         page.checked(folder, uid)
         if not os.access(folder, os.R_OK | os.X_OK):
@@ -109,25 +120,52 @@ def _in_folder(folder: Path, uid: int, only_here: bool = False) -> Iterator[Seen
         return
     here = set(filter(_is_here, names))
     # After a crash loop there are many others.
-    others = [] if only_here else [name for name in names if name not in here][:MOST]
-    read = here.union(others)
+    read = here.union([name for name in names if name not in here][:MOST])
     for name in names:
         if name in read:
             yield look(folder / name)
-    if len(read) < len(names) and not only_here:
+    if len(read) < len(names):
         line = f"{folder} has {len(names)} pages, of which {len(read)} were read"
         yield Seen(0, State.UNREADABLE, line)
 
 
-def engines_of(servers: Iterable[int]) -> list[Page]:
-    """Return the pages of running engines that are one of ``servers``, or that one started."""
-    return [
-        seen.page
-        for seen in living()
-        if seen.page is not None
-        and "engine" in seen.page.content
-        and (seen.pid in servers or server_of(seen.page) in servers)
-    ]
+def engines_of(
+    servers: Collection[int], others: dict[str, tuple[int, int]] | None = None
+) -> list[Page]:
+    """Return the pages of running engines that are one of ``servers``, or that one started.
+
+    ``others``, kept from call to call, has the pages that are of no such engine. They are not read
+    again, as what started a process, and its namespace, are the same as long as its page.
+    """
+    others = {} if others is None else others
+    before = others.copy()
+    others.clear()
+    found = []
+    for path in _own():
+        file = _file(path)  # before it is read: it may be replaced in between
+        if file is None:
+            continue
+        if before.get(path.name) == file:
+            others[path.name] = file
+        elif _is_here(path.name) and (read := look(path)).page is not None:
+            if read.state is State.FOREIGN or not _is_of(read.page, servers):
+                others[path.name] = file
+            elif read.state not in OVER and "engine" in read.page.content:
+                found.append(read.page)
+    return found
+
+
+def _file(path: Path) -> tuple[int, int] | None:
+    """Return what tells a file from one that took its name, or its inode; None if it is gone."""
+    try:
+        status = path.lstat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_ctime_ns
+
+
+def _is_of(found: Page, servers: Collection[int]) -> bool:
+    return found.pid in servers or server_of(found) in servers
 
 
 def server_of(found: Page) -> int:

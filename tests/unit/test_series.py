@@ -406,6 +406,58 @@ def test_gauges_follow_an_engine_that_makes_no_step(starts):
     assert value("device_bytes", state="reserved") == 40
 
 
+@pytest.fixture
+def read(monkeypatch):
+    """The processes whose pages are read."""
+    pids, original = [], page.read
+    monkeypatch.setattr(page, "read", lambda path: pids.append(int(path.stem)) or original(path))
+    return pids
+
+
+@pytest.mark.parametrize(
+    ("server", "namespace"),
+    [(1, None), (os.getpid(), 1)],
+    ids=["another server's", "of another pid namespace"],
+)
+def test_a_page_that_is_not_of_its_engines_is_read_again_once_it_is_replaced(
+    starts, read, monkeypatch, server, namespace
+):
+    lives = {1: page.Life.FOREIGN}
+    life = lambda found: lives.get(found.content["namespace"], page.Life.RUNS)  # noqa: E731
+    monkeypatch.setattr(page, "life", life)
+    engines_page(0)
+    for pid in range(PIDS[1], PIDS[1] + 20):
+        other = page.Writer(pid, "0.1.0")
+        other._namespace = namespace or other._namespace
+        own = {"beats": True, "server": {"pid": server, "started": 1}}
+        other.write(own | {"engine": described(index=1)})
+    read.clear()
+    metrics, value = starts(2)
+    assert len(read) == 21
+    read.clear()
+    follower.look(metrics)
+    assert read == [PIDS[0]]
+    (page.own_folder() / f"{PIDS[1]}.page").unlink()
+    engines_page(1)  # with the pid of one that has ended
+    read.clear()
+    follower.look(metrics)
+    assert read == list(PIDS)
+    assert value("device_limit_bytes", 1) == 128
+    assert len(metrics.others) == 19
+
+
+def test_a_page_that_is_not_written_yet_is_read_again(starts, read):
+    writer = page.Writer(PIDS[0], "0.1.0")
+    read.clear()
+    metrics, value = starts(1)
+    assert read == [PIDS[0]]
+    assert metrics.others == {}
+    server = {"pid": os.getpid(), "started": 1}
+    writer.write({"beats": True, "server": server, "engine": described(index=0)})
+    follower.look(metrics)
+    assert value("device_limit_bytes") == 128
+
+
 def test_gauges_are_followed_by_a_thread_that_ends_with_them(starts, monkeypatch):
     monkeypatch.setattr(follower, "INTERVAL", 0.01)
     engines_page(reserved_pages=0)
