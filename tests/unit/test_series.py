@@ -310,7 +310,7 @@ def test_the_holds_of_an_engine_reach_its_message(monkeypatch):
     fence = Fence(lambda number: (number * 4, number * 4 + 4), 1)
     engine, stats = SimpleNamespace(), SimpleNamespace(kv_connector_stats=None)
     totals = state.attach(engine, hooks.Totals("OffloadingConnector"))
-    engine.scheduler = SimpleNamespace(running=[], waiting=[])
+    engine.scheduler = SimpleNamespace(has_unfinished_requests=lambda: False)
     monkeypatch.setattr(hooks, "fence_of", lambda core: fence)
     monkeypatch.setattr(snapshot, "engine", lambda core, totals: described())
     clock = iter([100.0, 100.5])

@@ -399,6 +399,21 @@ class Core(SimpleNamespace):
     """An engine; unlike its base, it can be referred to weakly."""
 
 
+class Scheduler(SimpleNamespace):
+    """vLLM's, as far as it counts requests: one waits in either queue, or for its client."""
+
+    def __init__(self):
+        super().__init__(
+            running=[], waiting=[], kv_holding_waiting=[], num_waiting_for_streaming_input=0
+        )
+
+    def get_request_counts(self):
+        return len(self.running), len(self.waiting) + len(self.kv_holding_waiting)
+
+    def has_unfinished_requests(self):
+        return sum(self.get_request_counts()) > self.num_waiting_for_streaming_input
+
+
 def simple(blocks=1, cached=0, **more):
     """A SimpleCPUOffloadConnector, whose CPU pool has so many blocks."""
     pool = SimpleNamespace(
@@ -424,9 +439,8 @@ def core(**counts):
     connector = type("OffloadingConnector", (), {})()
     return namespace(
         Core(),
+        scheduler=Scheduler(),
         scheduler__connector=namespace(connector, connector_scheduler__manager=blocks),
-        scheduler__running=[],
-        scheduler__waiting=[],
         scheduler__kv_cache_manager__block_pool__kv_cache_manager=manager,
         vllm_config__model_config__served_model_name="llama",
         vllm_config__parallel_config__world_size=1,
@@ -562,7 +576,8 @@ def test_what_the_connector_reports_is_counted():
     assert before_024.operations == {"stored": 2, "loaded": 1}
 
 
-def test_a_busy_engine_sends_now_and_then_and_one_at_rest_at_once(monkeypatch):
+@pytest.mark.parametrize("queue", ["running", "waiting", "kv_holding_waiting"])
+def test_a_busy_engine_sends_now_and_then_and_one_at_rest_at_once(monkeypatch, queue):
     engine = core()
     totals = state.attach(engine, Totals("OffloadingConnector"))
     now = 100.0
@@ -575,11 +590,14 @@ def test_a_busy_engine_sends_now_and_then_and_one_at_rest_at_once(monkeypatch):
         hooks.after_step(lambda: result, engine, (), {})
         return stats.kv_connector_stats is not None
 
-    engine.scheduler.running = ["request"]
+    setattr(engine.scheduler, queue, ["request"])
     assert [sends(), sends()] == [True, False]
     now += hooks.BETWEEN
     assert [sends(), sends()] == [True, False]
-    engine.scheduler.running = []
+    setattr(engine.scheduler, queue, [])
+    assert [sends(), sends()] == [True, True]
+    engine.scheduler.waiting = ["of a client that has more to say"]
+    engine.scheduler.num_waiting_for_streaming_input = 1
     assert [sends(), sends()] == [True, True]
 
 
@@ -963,6 +981,8 @@ def test_an_engine_whose_requests_all_wait_for_memory(process, clock, monkeypatc
         "or kvpatch balance), or end the requests: one may need more than the limit"
     )
     prints("--pid", str(process.pid), code=1)
+    holders = {"waiting": [], "kv_holding_waiting": ["request", "request"]}
+    assert waiting_engine(process, clock, changes=holders).line == seen.line
 
 
 @pytest.mark.parametrize(("pages", "all_of_it"), [(20, False), (17, False), (16.5, True)])
@@ -981,10 +1001,11 @@ def test_a_limit_that_cannot_be_higher_is_not_to_be_raised(process, clock, pages
     [
         (False, {"running": ["request"]}),
         (False, {"waiting": []}),
+        (False, {"num_waiting_for_streaming_input": 2}),
         (False, {"_pause_state": SimpleNamespace(name="PAUSED_NEW")}),
         (True, {}),  # for a request that had ended when the page was written
     ],
-    ids=["one runs", "none waits", "paused", "the model runs"],
+    ids=["one runs", "none waits", "for clients", "paused", "the model runs"],
 )
 def test_an_engine_that_does_not_wait_for_memory(process, clock, executed, changes):
     assert waiting_engine(process, clock, executed, changes).state is State.RUNS

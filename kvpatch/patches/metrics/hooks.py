@@ -78,8 +78,7 @@ def after_step(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 def _send(core: Any, totals: Totals, outputs: dict[int, Any]) -> None:
     scheduler, sender = core.scheduler, state.of(core, Sender)
-    busy = scheduler.running or scheduler.waiting
-    if busy and totals.stepped - sender.sent < BETWEEN:
+    if scheduler.has_unfinished_requests() and totals.stepped - sender.sent < BETWEEN:
         return
     for output in outputs.values():
         stats = output.scheduler_stats

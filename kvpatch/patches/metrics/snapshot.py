@@ -25,8 +25,10 @@ from kvpatch.upstream import kvcached_api
 
 def engine(core: Any, totals: Totals) -> dict[str, Any]:
     """Return the counts and current state of an ``EngineCore``, as JSON."""
-    running, waiting = len(core.scheduler.running), len(core.scheduler.waiting)
-    could_move = bool(waiting and not running and not paused(core))
+    running, waiting = core.scheduler.get_request_counts()
+    # Not one that waits for its client, as a session does for the next part of its input.
+    some = core.scheduler.has_unfinished_requests()
+    could_move = bool(some and not running and not paused(core))
     return {
         "model": str(core.vllm_config.model_config.served_model_name),
         "index": int(getattr(core, "engine_index", 0)),  # vLLM's number of it in its server
