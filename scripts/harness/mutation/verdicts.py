@@ -93,7 +93,7 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "module: 3600.0 -> (3600.0 + 1)": "a number of seconds that was chosen",
         "sweep: < -> <=": "a file is as old as that for one tick of the clock",
         "module: 0 -> (0 + 1)": "for systems without O_DIRECT, which Linux has",
-        "store_blocks: 0 -> (0 + 1)": "the flag is O_WRONLY, which is set in any case",
+        "store_blocks: 0 -> (0 + 1) #2": "the flag is O_WRONLY, which is set in any case",
     },
     f"{FEATURES}/secondary_tiers/capacity.py": {
         "module: 32 -> (32 + 1)": "a number of files that was chosen",
