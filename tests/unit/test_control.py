@@ -22,7 +22,7 @@ from kvpatch import balance, claims, cli, control, private, state
 from kvpatch.balance.options import Options
 from kvpatch.cli import listing
 from kvpatch.control import client, protocol
-from kvpatch.patches.suspend import server
+from kvpatch.patches.suspend import demand, server
 from kvpatch.patches.suspend.server import Question, Server, follow
 from kvpatch.patches.suspend.suspension import Suspension
 from kvpatch.process import start_ticks
@@ -179,6 +179,16 @@ def test_an_error_of_the_engines_thread_is_an_answer(engine, monkeypatch):
         control.find("chat").plan()
 
 
+def test_why_a_suspension_failed_is_no_answer_to_later_questions(engine, monkeypatch):
+    monkeypatch.setattr(demand, "demand", lambda engine: {"needs": PAGE})
+    engine.world.tier.stuck = True
+    found = control.find("chat")
+    with pytest.raises(control.Refused, match="it was not suspended within"):
+        found.suspend(timeout=0.1)
+    assert "error" in engine.world.suspension.said
+    assert found.demand()["needs"] == PAGE
+
+
 def test_who_asked_may_go_away(engine):
     with socket.socket(socket.AF_UNIX) as caller:
         caller.connect(str(engine.server.path))
@@ -226,10 +236,13 @@ def test_a_resumption_that_somebody_else_undid_is_no_success(worlds):
 
 def test_a_limit_that_could_not_be_given_back_is_said(worlds, monkeypatch):
     world = suspended(worlds())
-    monkeypatch.setattr(kvcached_api, "write_limit", raising(PermissionError("of a test")))
-    world.suspension.resume()
-    world.until_idle()
+    with monkeypatch.context() as broken:
+        broken.setattr(kvcached_api, "write_limit", raising(PermissionError("of a test")))
+        world.suspension.resume()
+        world.until_idle()
     assert "could not be set again" in answers(world.suspension, {"verb": "resume"})["error"]
+    world.suspension.limit(4 * PAGE)
+    assert "error" not in answers(world.suspension, {"verb": "resume"}), "it has another one"
 
 
 def test_who_wants_everything_kept_is_told_what_an_earlier_suspension_lost(worlds):

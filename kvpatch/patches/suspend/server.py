@@ -283,7 +283,8 @@ class Server:
             protocol.send(connection, {"phase": suspension.phase.value})
         if question.said:
             publisher.refresh()
-            protocol.send(connection, suspension.said | question.said | {"done": True})
+            said = without_outcome(suspension.said)
+            protocol.send(connection, said | question.said | {"done": True})
             return
         follow(connection, suspension, asked, question.since)
 
@@ -329,10 +330,15 @@ def follow(
                 told = time.monotonic()
                 protocol.send(connection, said)
             continue
-        said = {name: value for name, value in said.items() if name not in ("error", "unset")}
+        said = without_outcome(said) | ({"error": why} if why else {})
         publisher.refresh()
-        protocol.send(connection, said | ({"error": why} if why else {}) | {"done": True})
+        protocol.send(connection, said | {"done": True})
         return
+
+
+def without_outcome(said: dict[str, Any]) -> dict[str, Any]:
+    """Return what an engine said, but for why a verb failed, which may be an earlier one."""
+    return {name: value for name, value in said.items() if name not in ("error", "unset")}
 
 
 def ended(said: dict[str, Any], wanted: Phase | None) -> bool:

@@ -218,6 +218,7 @@ class Suspension:
             later = ", from its resumption on"
         else:
             kvcached_api.set_limit(self._manager, size)
+            self._unset = ""
         if revision is None:  # not of a controller, which knows its revision
             self.controller.alone = None
         self.revision = self.revision + 1 if revision is None else revision
