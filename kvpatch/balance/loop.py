@@ -105,15 +105,14 @@ class Balance:
             policy.lends(one.engine, self._rule(name)) for name, one in self.found.items()
         ):
             # Nobody looks from now on: what one request needs goes back to who lends it.
-            self._settings = replace(self._settings, lent=0.0)
-            self._alone = {}
+            self._settings = replace(self._settings, lent=0.0, rest=0.0)
             self.round()
+            self._look_once()  # and they take by themselves what others have not given by now
 
     def round(self) -> None:
         """Look once, and do what is due."""
         notes: set[tuple[str, str]] = set()
         self._look_once()
-        self._alone = {}
         for sentence in self._unheard(self.found).values():
             notes.add(("", sentence))
         groups: dict[str, list[str]] = {}
@@ -148,13 +147,20 @@ class Balance:
         past, now = self._past.get(device, {}), self._clock()
         plan = policy.plan(engines, size, past, now, self._rule, self._settings)
         self._past[device] = plan.past
-        usual = self._settings
-        if usual.lent and any(plan.limit(one) < one.one_request(usual.page) for one in engines):
-            settings = replace(usual, lent=0.0)
+        usual, alone = self._settings, {}
+        # Also of one that is to have more: it may not come to that.
+        low = [min(one.limit, plan.limit(one)) < one.one_request(usual.page) for one in engines]
+        if any(low):
+            settings = replace(usual, lent=0.0, rest=0.0)
             without = policy.plan(engines, size, past, now, self._rule, settings)
-            self._alone |= {one.name: without.limit(one) for one in engines}
-            if self._alone.keys() - self._told.keys() and not self._dry:
-                self._look_once()  # before anybody lends: this loop may be killed at any time
+            alone = {
+                one.name: max(without.limit(one), one.one_request(usual.page)) for one in engines
+            }
+        here = {one.name for one in engines}
+        others = {name: size for name, size in self._alone.items() if name not in here}
+        self._alone = others | alone  # those of other devices are told until these are planned
+        if self._alone.keys() - self._told.keys() and not self._dry:
+            self._look_once()  # before anybody lends: this loop may be killed at any time
         if self._dry:
             self._say_would(plan.moves, device)
             return plan.notes
@@ -222,6 +228,7 @@ class Balance:
                 self._say(name, "ended")
                 self._asked.pop(name, None)
                 self._would.pop(name, None)
+                self._alone.pop(name, None)
             if after and (gone or not before):
                 self._say(name, "appeared", limit=after.engine.limit)
             if after is None:

@@ -434,6 +434,72 @@ def test_engines_know_what_is_theirs_if_it_is_killed_while_memory_is_lent(machin
     machine.check()
 
 
+def lent(machine, **options):
+    """A balance that has lent what one request of an engine needs."""
+    machine.change("code", mapped=0, least=650, lends=True)
+    machine.change("chat", mapped=300, needs=800)
+    balance = machine.balance(**options)
+    balance.round()
+    assert machine.engines["code"].limit < 650 * MIB
+    return balance
+
+
+def test_what_was_lent_just_now_is_given_back_at_the_end(machine):
+    """Also where all of them are to have more than there is, and nothing is moved at once."""
+    machine.change("chat", least=400)
+    balance = lent(machine)
+    machine.change("chat", needs=900, mapped=machine.engines["chat"].limit // MIB)
+    asked = len(machine.asked)
+    balance.run(rounds=1)
+    assert machine.asked[asked:] == [("chat", 400), ("code", 600)]
+    assert machine.alone["code"] == 650 * MIB
+
+
+@pytest.mark.parametrize("slow", [{"gives": {"chat": 900}}, {"late": {"code"}}])
+def test_what_cannot_be_given_back_at_the_end_an_engine_takes_by_itself(machine, slow):
+    balance = lent(machine)
+    machine.change("chat", needs=0, waiting=0, mapped=machine.engines["chat"].limit // MIB)
+    vars(machine).update(slow)
+    balance.run(rounds=1)
+    assert machine.engines["code"].limit < 650 * MIB
+    assert machine.alone["code"] >= 650 * MIB
+    assert sum(machine.alone.values()) <= DEVICE
+
+
+def test_an_engine_knows_what_is_its_own_until_it_has_it_again(machine):
+    balance = lent(machine)
+    machine.gives = {"chat": 900}
+    machine.change("chat", mapped=machine.engines["chat"].limit // MIB)
+    machine.change("code", waiting=1, needs=650)
+    for _ in range(3):
+        machine.now += 1
+        balance.round()
+        balance._look_once()
+        assert machine.engines["code"].limit < 650 * MIB
+        assert machine.alone["code"] >= 650 * MIB
+    machine.gives.clear()
+    machine.take("chat", 350 * MIB)
+    balance.round()
+    balance.round()
+    assert machine.engines["code"].limit >= 650 * MIB
+    balance._look_once()
+    assert machine.alone == {}
+
+
+def test_an_engine_knows_it_while_other_devices_are_looked_at(machine):
+    balance = lent(machine)
+    for name, limit in (("a", 350), ("b", 650)):
+        machine.engines[name] = Engine(name, limit * MIB, 350 * MIB, DEVICE, 50 * MIB, born=9)
+        machine.devices[name], machine.revisions[name] = "GPU-0", 0
+    machine.engines = dict(sorted(machine.engines.items()))  # theirs is planned first
+    machine.change("a", needs=900, waiting=3)
+    machine.change("b", least=650, lends=True)
+    told = []
+    machine.before_answer = lambda name: told.append(machine.alone.keys())
+    balance.round()
+    assert told[0] == {"a", "b", "chat", "code"}, "before it lends, and the others as before"
+
+
 def test_who_is_to_lend_nothing_keeps_a_request(machine):
     machine.change("code", mapped=0, least=650, lends=True)
     machine.balance(terms={"code": Terms(lends=False)}).round()
