@@ -1,6 +1,6 @@
-"""The loop: look at the engines, plan, let those give that are to give, then raise the others.
+"""The loop: look at the engines, plan, let those give that are to give, and raise the others.
 
-A limit is raised by what nobody has when the others have given, and by no more. So whoever stops
+A limit is raised by what nobody has once another has given, and by no more. So whoever stops
 this loop between any two of its steps leaves limits that the device can hold, and engines that are
 as right as ever: an engine does itself what it was asked for.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -55,7 +55,8 @@ def alone() -> Iterator[None]:
 def set_limit(found: Found, size: int, patience: float) -> int:
     """Set an engine's limit unless another was set since it was seen; return that which it has."""
     assert found.handle is not None
-    return found.handle.limit(size, revision=found.revision + 1, patience=patience).limit
+    answer = found.handle.limit(size, revision=found.revision + 1, patience=patience)
+    return answer.later or answer.limit
 
 
 class Balance:
@@ -164,19 +165,46 @@ class Balance:
         if self._dry:
             self._say_would(plan.moves, device)
             return plan.notes
-        gives = [move for move in plan.moves if not move.raises]
-        with ThreadPoolExecutor(max(1, len(gives))) as pool:
-            list(pool.map(lambda move: self._do(move, GIVES), gives))
-        if any(move.raises for move in plan.moves):
-            if gives:
-                self._look_once()
-                size = min(size, self._size(device) or size)  # others may have taken memory
-            after = [one.engine for one in self._on(device)]
-            for move in policy.grants(plan.moves, after, size, self._settings.page):
-                if self._clock() - self._seen_at > GETS:
-                    break  # this process was stopped, or an engine slow: another look comes first
-                self._do(move, GETS)
+        self._carry_out(plan.moves, device, size)
         return plan.notes
+
+    def _carry_out(self, moves: tuple[Move, ...], device: str, size: int) -> None:
+        """Lower limits side by side, and raise others as each of these has given."""
+        here = {one.engine.name: one for one in self._on(device) if one.engine.answers}
+        gives = [move for move in moves if not move.raises and move.name in here]
+        # What who has not answered yet may go on to map, whatever its limit says by now.
+        before = {move.name: move.before for move in gives}
+        failed: set[str] = set()
+        with ThreadPoolExecutor(max(1, len(gives))) as pool:
+            left = {pool.submit(self._do, here[one.name], one, GIVES): one.name for one in gives}
+            while True:
+                # Engines that are not asked meanwhile take this loop for killed.
+                patience = max(0.0, GETS - (self._clock() - self._seen_at))
+                for done in wait(left, patience, FIRST_COMPLETED).done:
+                    name = left.pop(done)
+                    if not isinstance(done.result(), control.Unanswered):
+                        del before[name]
+                if gives:
+                    self._look_once()
+                gets = [move for move in moves if move.name not in failed]
+                failed |= self._raise(gets, device, size, before)
+                if not left:
+                    return
+
+    def _raise(
+        self, moves: list[Move], device: str, size: int, before: Mapping[str, int]
+    ) -> set[str]:
+        """Raise limits by what nobody has; return who has not taken one."""
+        size = min(size, self._size_now(device) or size)  # others may have taken memory
+        engines = [one.engine for one in self._on(device)]
+        after = [replace(one, limit=max(one.limit, before.get(one.name, 0))) for one in engines]
+        failed = set()
+        for move in policy.grants(moves, after, size, self._settings.page):
+            if self._clock() - self._seen_at > GETS:
+                break  # this process was stopped, or an engine slow: another look comes first
+            if self._do(self.found[move.name], move, GETS):
+                failed.add(move.name)
+        return failed
 
     def _rule(self, name: str) -> Terms:
         return self.options.terms_of(name, self.found[name].models)
@@ -184,7 +212,7 @@ class Balance:
     def _on(self, device: str) -> list[Found]:
         return [one for one in self.found.values() if one.device == device]
 
-    def _size(self, device: str) -> int | None:
+    def _size_now(self, device: str) -> int | None:
         """Return the bytes that engines of a device may map together; None if nobody knows."""
         if self.options.memory is not None:
             return self.options.memory
@@ -193,25 +221,32 @@ class Balance:
         if not free:
             return None
         # Each of them has looked at another time: the least is what is surely free.
-        size = sum(one.engine.mapped for one in here) + min(free)
-        before = self._sizes.get(device)
+        return sum(one.engine.mapped for one in here) + min(free)
+
+    def _size(self, device: str) -> int | None:
+        """Return the same as a round before, if the memory seems to have grown a little."""
+        size, before = self._size_now(device), self._sizes.get(device)
+        if size is None:
+            return None
         if before is None or not before <= size <= (1 + STEADY) * before:
             self._sizes[device] = size
         return self._sizes[device]
 
-    def _do(self, move: Move, patience: float) -> None:
-        found = self.found.get(move.name)
-        if found is None or not found.engine.answers:
-            return  # since the plan was made
+    def _do(self, found: Found, move: Move, patience: float) -> control.Refused | None:
+        """Set a limit of an engine as it was found, and say so; return why it has not taken it."""
         try:
-            self._set_limit(found, move.limit, patience)
+            taken = self._set_limit(found, move.limit, patience)
         except control.Refused as refused:
             if isinstance(refused, control.Unanswered) and move.raises:
                 # It may come to it later, when others have the memory.
                 self._asked[move.name] = (found.engine.born, found.revision + 1, move.limit)
             self._tell(Event.of(self._wall(), move, False, str(refused)))
-            return
+            return refused
+        page = found.engine.page or self._settings.page  # kvcached keeps whole ones
+        if taken // page != move.limit // page:
+            move = replace(move, limit=taken, why="its limit was set by somebody else meanwhile")
         self._tell(Event.of(self._wall(), move, False))
+        return None
 
     def _look_once(self) -> None:
         self._told = self._alone

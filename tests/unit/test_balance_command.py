@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvpatch import claims, cli, control, private
-from kvpatch.balance import options, seen
+from kvpatch.balance import loop, options, seen
 from kvpatch.balance.options import Options, Wrong
 from kvpatch.balance.records import Terms
 from kvpatch.cli import balance as command
@@ -169,8 +169,6 @@ def test_a_floor_that_cannot_be_used_is_a_mistake_of_use(given):
 
 
 def test_a_dry_run_beside_a_balance_sets_nothing(pair, capsys):
-    from kvpatch.balance import loop
-
     with loop.alone():
         assert cli.main(["balance", "--dry-run", "--rounds", "2", "--every", "0.1", "--json"]) == 0
         assert cli.main(["balance", "--rounds", "1"]) == 1
@@ -248,8 +246,6 @@ def test_an_engine_that_never_answered_is_named_and_nothing_is_promised_beside_i
 
 
 def test_one_that_answers_at_last_is_the_engine_that_it_was(pair, monkeypatch):
-    from kvpatch.balance import loop
-
     monkeypatch.setattr(seen, "PATIENCE", 0.3)
     _, code = pair
     said = []
@@ -348,6 +344,7 @@ def test_a_suspended_engine_is_seen_with_what_it_will_take_back(pair):
     chat.more_said = {"phase": "suspended", "limit": 2 * MIB, "promised": 300 * MIB}
     found = seen.look({})["chat"].engine
     assert (found.suspended, found.answers, found.limit) == (True, True, 300 * MIB)
+    assert loop.set_limit(seen.look({})["chat"], 200 * MIB, 5) == 200 * MIB, "from then on"
 
 
 @pytest.mark.parametrize("phase", ["pausing", "storing", "releasing", "resuming"])

@@ -171,6 +171,77 @@ def test_no_more_is_promised_than_was_given(machine):
     machine.check()
 
 
+@pytest.fixture
+def three(machine):
+    """Two of them give; one says its limit at once, and goes on to map as before for a while."""
+    machine.change("code", limit=350, mapped=350)
+    machine.engines["slow"] = Engine("slow", 350 * MIB, 0, DEVICE, least=50 * MIB, born=3)
+    machine.devices["slow"], machine.revisions["slow"] = "GPU-1", 0
+    machine.change("chat", needs=800)
+    return machine
+
+
+@pytest.mark.parametrize(
+    ("chat", "slow", "asked"),
+    [
+        ("takes it", "answers", [("code", 50), ("chat", 600), ("slow", 50), ("chat", 900)]),
+        ("takes it", "is late", [("code", 50), ("chat", 600)]),
+        ("refuses", "answers", [("code", 50), ("slow", 50)]),
+    ],
+)
+def test_who_gets_does_not_wait_for_the_slowest_of_those_that_give(three, chat, slow, asked):
+    told, tried, set_limit = threading.Event(), threading.Event(), three.set_limit
+    may, refused = [350], []
+
+    def with_a_slow_one(found, size, patience):
+        name = found.engine.name
+        if name == "slow":
+            three.change(name, limit=size // MIB)
+            told.set()
+            assert tried.wait(10), "nobody is raised before it has given"
+            if slow == "is late":
+                raise control.Unanswered("slow has not answered within 20 s")
+            may[0] = 50
+        if name == "code":
+            assert told.wait(10)
+        if name == "chat":
+            others = three.engines["code"].held + may[0] * MIB
+            assert size + others <= DEVICE
+            tried.set()
+            if chat == "refuses":
+                refused.append(size)
+                raise control.Refused("it is on fire")
+        return set_limit(found, size, patience)
+
+    three.set_limit = with_a_slow_one
+    three.balance().round()
+    assert three.asked == asked
+    assert len(refused) == (chat == "refuses"), "it is asked once in a round"
+    three.check()
+
+
+def test_engines_are_asked_while_one_gives(machine, monkeypatch):
+    """Else they take the balance for killed, and undo what they were told."""
+    monkeypatch.setattr(loop, "GETS", 0.01)
+    look, looks, heard = machine.look, threading.Semaphore(0), []
+    machine.look = lambda *asked: (looks.release(), look(*asked))[1]
+    machine.before_answer = lambda name: heard.append(
+        all(looks.acquire(timeout=5) for _ in range(5))
+    )
+    machine.change("chat", waiting=0, needs=0)
+    machine.balance(terms={"code": Terms(ceiling=600 * MIB)}).round()
+    assert heard == [True]
+    assert machine.asked == [("code", 600)]
+
+
+def test_a_limit_that_is_another_one_by_now_is_said(machine):
+    set_limit = machine.set_limit
+    machine.set_limit = lambda *asked: max(650 * MIB, set_limit(*asked))
+    machine.balance().round()
+    said = "code: 700 MiB -> 650 MiB, because its limit was set by somebody else meanwhile"
+    assert said in machine.lines()
+
+
 def test_an_engine_that_ends_while_it_gives_leaves_its_memory_to_the_other(machine):
     machine.before_answer = lambda name: machine.engines.pop("code", None)
     machine.balance().round()
@@ -442,6 +513,23 @@ def lent(machine, **options):
     balance.round()
     assert machine.engines["code"].limit < 650 * MIB
     return balance
+
+
+@pytest.mark.parametrize("then", [None, {"answers": False}])
+def test_who_is_gone_or_silent_before_it_lends_is_not_asked(machine, then):
+    machine.change("code", mapped=0, least=650, lends=True)
+    look, looks = machine.look, []
+
+    def at_the_second(*asked):
+        looks.append(asked)
+        if len(looks) == 2:
+            machine.change("code", **then) if then else machine.engines.pop("code")
+        return look(*asked)
+
+    machine.look = at_the_second
+    machine.balance().round()
+    assert len(looks) == 2
+    assert "code" not in dict(machine.asked)
 
 
 def test_what_was_lent_just_now_is_given_back_at_the_end(machine):
