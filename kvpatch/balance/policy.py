@@ -96,9 +96,10 @@ def lends(one: Engine, terms: Terms) -> bool:
 
 def _now(one: Engine, lends: bool, settings: Settings) -> Engine:
     """Return an engine without what it does not need now: as it is suspended, or none waits."""
+    waiting = one.waiting  # also of a suspended one: it needs them once it is resumed
     if one.suspended:
         one = replace(one, needs=0, running=0, waiting=0)
-    if lends and not one.waiting:
+    if lends and not waiting:
         page = one.page or settings.page  # it goes on to answer with that
         one = replace(one, least=min(one.least, max(page, int(one.least * (1 - settings.lent)))))
     return one

@@ -285,6 +285,13 @@ def test_of_a_suspended_engine_is_lent_what_it_will_not_take_back():
     }, "for prefixes too"
 
 
+@pytest.mark.parametrize(("waiting", "left"), [(0, 1), (2, 50)])
+def test_a_suspended_engine_lends_what_a_request_needs_unless_one_waits(waiting, left):
+    asleep = engine("a", 500, 1, suspended=True, waiting=waiting, lends=True)
+    made = plan(asleep, engine("b", 500, needs=2000, waiting=2))
+    assert made.shares["a"] == left * MIB
+
+
 def test_a_floor_is_not_rounded_down_to_a_page():
     waits = engine("a", 500, needs=5000, waiting=9)
     floor = 300 * MIB - 1000
