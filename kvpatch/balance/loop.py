@@ -240,7 +240,7 @@ class Balance:
             if isinstance(refused, control.Unanswered) and move.raises:
                 # It may come to it later, when others have the memory.
                 self._asked[move.name] = (found.engine.born, found.revision + 1, move.limit)
-            self._tell(Event.of(self._wall(), move, False, str(refused)))
+            self._tell(Event.of(self._wall(), move, False, refused))
             return refused
         page = found.engine.page or self._settings.page  # kvcached keeps whole ones
         if taken // page != move.limit // page:

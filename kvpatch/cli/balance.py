@@ -128,12 +128,12 @@ def restore(tell: Callable[[Event], None]) -> int:
     for one in sorted(found, key=lambda one: one.handle.first > one.engine.limit):  # type: ignore[union-attr]
         assert one.handle is not None
         move = Move(one.engine.name, one.engine.limit, one.handle.first, WHY)
-        refused = ""
+        refused = None
         if move.limit != move.before:
             try:
                 one.handle.limit(move.limit, patience=loop.GIVES)
             except Refused as error:
-                refused, taken = str(error), False
+                refused, taken = error, False
         tell(Event.of(time.time(), move, False, refused))
     return 0 if taken else 1
 

@@ -247,7 +247,7 @@ def test_an_engine_that_ends_while_it_gives_leaves_its_memory_to_the_other(machi
     machine.balance().round()
     assert machine.asked == [("chat", 600)]
     assert machine.lines()[2:] == [
-        "code: stays at 700 MiB, and not 400 MiB: code ended before it had answered",
+        "code: 700 MiB -> 400 MiB is not confirmed: code ended before it had answered",
         "code: has ended",
         "chat: 300 MiB -> 600 MiB, because 3 of its requests wait",
     ]
