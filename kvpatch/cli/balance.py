@@ -122,11 +122,15 @@ def run(options_: argparse.Namespace) -> int:
 def restore(tell: Callable[[Event], None]) -> int:
     """Set the first limits again, those that get less first; return 1 if one does not take it."""
     taken = True
-    found = [one for one in seen.look({}).values() if one.handle and one.handle.first]
+    found = [one for one in seen.look({}).values() if one.handle]
     if not found:
         raise Refused(NOBODY)
     for one in sorted(found, key=lambda one: one.handle.first > one.engine.limit):  # type: ignore[union-attr]
         assert one.handle is not None
+        if not one.handle.first:  # it has not even said what it is
+            tell(Event(time.time(), one.engine.name, "silent", one.why_not, limit=one.engine.limit))
+            taken = False
+            continue
         move = Move(one.engine.name, one.engine.limit, one.handle.first, WHY)
         refused = None
         if move.limit != move.before:

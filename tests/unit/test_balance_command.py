@@ -148,6 +148,22 @@ def test_the_limits_that_engines_started_with_are_restored(pair, capsys):
     assert code.limit == 400 * MIB
 
 
+def test_an_engine_that_does_not_answer_is_not_restored_and_that_is_said(pair, monkeypatch, capsys):
+    monkeypatch.setattr(seen, "PATIENCE", 0.3)
+    chat, code = pair
+    code.mute = True
+    assert cli.main(["balance", "--restore"]) == 1
+    chat.mute = True
+    assert cli.main(["balance", "--restore"]) == 1, "though it listens, as the other one"
+    lines = [line.partition(" ")[2] for line in capsys.readouterr().out.splitlines()]
+    said = "keeps 0 B: it does not answer: timed out"
+    assert lines == [
+        f"{code.path.name}: {said}",
+        "chat: 300 MiB -> 1000 MiB, because it started with that",
+        *(f"{one.path.name}: {said}" for one in pair),
+    ]
+
+
 def test_a_dry_run_looks_once(pair, capsys):
     assert cli.main(["balance", "--dry-run"]) == 0
     assert "code: would be 700 MiB -> 400 MiB" in capsys.readouterr().out
