@@ -149,9 +149,9 @@ class Balance:
         plan = policy.plan(engines, size, past, now, self._rule, self._settings)
         self._past[device] = plan.past
         usual, alone = self._settings, {}
-        # Also of one that is to have more: it may not come to that.
+        # Also of one that is to have more, or has not said that it has: it may not come to that.
         low = [min(one.limit, plan.limit(one)) < one.one_request(usual.page) for one in engines]
-        if any(low):
+        if any(low) or any(one.name in self._asked for one in engines):
             settings = replace(usual, lent=0.0, rest=0.0)
             without = policy.plan(engines, size, past, now, self._rule, settings)
             alone = {

@@ -554,22 +554,22 @@ def test_what_cannot_be_given_back_at_the_end_an_engine_takes_by_itself(machine,
     assert sum(machine.alone.values()) <= DEVICE
 
 
-def test_an_engine_knows_what_is_its_own_until_it_has_it_again(machine):
+@pytest.mark.parametrize("slow", [{"gives": {"chat": 900}}, {"late": {"code"}}])
+def test_an_engine_knows_what_is_its_own_until_it_has_it_again(machine, slow):
     balance = lent(machine)
-    machine.gives = {"chat": 900}
-    machine.change("chat", mapped=machine.engines["chat"].limit // MIB)
+    vars(machine).update(slow)
+    machine.change("chat", needs=0, waiting=0, mapped=machine.engines["chat"].limit // MIB)
     machine.change("code", waiting=1, needs=650)
     for _ in range(3):
-        machine.now += 1
+        machine.now += 15
         balance.round()
         balance._look_once()
         assert machine.engines["code"].limit < 650 * MIB
         assert machine.alone["code"] >= 650 * MIB
-    machine.gives.clear()
-    machine.take("chat", 350 * MIB)
+    machine.gives, machine.late = {}, set()
+    machine.take("chat", 150 * MIB)
+    machine.take("code", 850 * MIB)
     balance.round()
-    balance.round()
-    assert machine.engines["code"].limit >= 650 * MIB
     balance._look_once()
     assert machine.alone == {}
 
