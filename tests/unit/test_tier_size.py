@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import signal
 import sqlite3
+import threading
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -350,6 +351,68 @@ def test_a_ledger_that_is_locked_is_a_miss_and_loads_go_on(tmp_path):
     other.close()
     store(folder, 2, 3)
     assert kept(tmp_path) == [2, 3]
+
+
+@pytest.mark.parametrize("reads", [False, True], ids=["locked", "read by another"])
+def test_loads_and_lookups_do_not_wait_for_a_ledger_and_the_next_store_notes_them(tmp_path, reads):
+    folder = Folder(str(tmp_path), 3 * FILE, 3600)
+    store(folder, 1, 2, 3)
+    other = sqlite3.connect(ledger_of(tmp_path), isolation_level=None)
+    other.execute("BEGIN" if reads else "BEGIN IMMEDIATE")
+    other.execute("SELECT * FROM files").fetchall()
+    Path(path(tmp_path, 2)).unlink()
+
+    def fail():
+        with pytest.raises(FileNotFoundError):
+            load(folder, 2)
+
+    calls = [lambda: load(folder, 1)] * 3 + [fail]
+    calls += [lambda: load(Folder(str(tmp_path), 3 * FILE, 3600), 3)]  # has not opened it yet
+    threads = [threading.Thread(target=call, daemon=True) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    other.close()
+    store(folder, 4)
+    assert known(tmp_path) == (3 * FILE, 3 * FILE)
+    store(folder, 5)
+    assert kept(tmp_path) == [1, 4, 5]
+
+
+def test_what_is_used_while_another_thread_has_the_ledger_is_noted_by_that_one(tmp_path):
+    folder = of(tmp_path, 3)
+    store(folder, 1, 2, 3)
+    settle = folder._settle
+
+    def meanwhile(*args):
+        folder._settle = settle
+        with noted_in(folder):
+            folder.use(path(tmp_path, 2))
+        settle(*args)
+
+    folder._settle = meanwhile
+    load(folder, 1)
+    store(of(tmp_path, 3), 4)
+    assert kept(tmp_path) == [1, 2, 4]
+
+
+def test_a_store_waits_for_other_threads_and_engines_together(tmp_path):
+    folder = Folder(str(tmp_path), 2 * FILE, 0.5)
+    folder.reserve(path(tmp_path, 1), FILE)
+    [(waits,)] = folder._database.execute("PRAGMA busy_timeout")
+    assert 0 < waits <= 500
+    with folder._lock, pytest.raises(TimeoutError, match="another thread has the ledger"):
+        folder.reserve(path(tmp_path, 2), FILE)
+
+
+def test_uses_that_no_ledger_takes_are_dropped_in_the_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(capacity, "_WAITING", 2)
+    folder = of(tmp_path, 9)
+    for number in (1, 2, 1, 3):
+        folder.use(path(tmp_path, number))
+    assert [int(Path(name).stem, 16) for name in folder._uses] == [1, 3]
 
 
 def test_the_ledger_is_this_users_alone(tmp_path):

@@ -55,7 +55,7 @@ class Ledger:
         """Note that a file could not be written or read."""
 
     def settle(self) -> None:
-        """Tell other engines of what was used."""
+        """Tell other engines of what was used, without waiting for them."""
 
 
 _thread = threading.local()
@@ -70,7 +70,7 @@ def noted_in(ledger: Ledger) -> Iterator[None]:
         yield
     finally:
         _thread.ledger = _NONE
-        with suppress(OSError):  # the bytes are right
+        with suppress(OSError):  # the bytes are right, and what was used is told later
             ledger.settle()
 
 

@@ -32,6 +32,8 @@ from kvpatch.telemetry.fuse import Fuse
 # Of the file system, what stays free: the smaller of the two.
 FLOOR_BYTES, FLOOR_PART = 4 << 30, 0.05
 _AT_ONCE = 32  # files that are chosen, removed and adopted with one statement
+# Files of which a use waits for the ledger. Beyond, the oldest use is dropped: its file goes early.
+_WAITING = 1 << 16
 _TABLES = (
     "CREATE TABLE IF NOT EXISTS files"
     " (id INTEGER PRIMARY KEY, path TEXT UNIQUE, size INTEGER, used INTEGER)",
@@ -85,7 +87,8 @@ class Folder(Ledger):
         self._patience = patience
         self._lock = threading.Lock()
         self._waiting = threading.Lock()
-        self._uses: dict[str, int] = {}
+        # When files were used, and None for one that may be gone.
+        self._uses: dict[str, int | None] = {}
         self._database: sqlite3.Connection | None = None
         self._file = (0, 0)
 
@@ -162,28 +165,37 @@ class Folder(Ledger):
 
     def use(self, path: str) -> None:
         """Note that a file was written, read or found, at the next ``settle``."""
-        name, now = _name(path), time.time_ns()
-        if self.kept:
-            with self._waiting:
-                self._uses[name] = now
+        self._wait(path, time.time_ns())
 
     def lost(self, path: str) -> None:
-        """Note that a file could not be written, or is gone."""
+        """Note that a file could not be written, or is gone, at the next ``settle``."""
+        self._wait(path, None)
+
+    def _wait(self, path: str, used: int | None) -> None:
+        name = _name(path)
         if self.kept:
-            with suppress(OSError), self._transaction() as database:
-                if not os.path.lexists(path):
-                    _forget(database, _name(path))
+            with self._waiting:
+                self._uses.pop(name, None)  # so that the oldest stays first
+                self._uses[name] = used
+                while len(self._uses) > _WAITING:
+                    del self._uses[next(iter(self._uses))]
 
     def settle(self) -> None:
-        """Write what was used to the ledger, for other engines; OSError if that cannot be used."""
-        if self._uses and self.kept:
-            with self._transaction():
+        """Write what was used to the ledger, for other engines, without waiting for them.
+
+        Raises:
+            OSError: the ledger is in use or cannot be used; the next ``reserve`` writes it.
+        """
+        while self._uses and self.kept:  # also what threads used that found this one at it
+            with self._transaction(0.0):
                 pass
 
-    def _settle(self, database: sqlite3.Connection) -> None:
-        with self._waiting:
-            uses, self._uses = self._uses, {}
+    def _settle(self, database: sqlite3.Connection, uses: dict[str, int | None]) -> None:
         for name, used in uses.items():
+            if used is None:
+                if not os.path.lexists(self.root / name):
+                    _forget(database, name)
+                continue
             known = database.execute("UPDATE files SET used = ? WHERE path = ?", (used, name))
             if not known.rowcount:  # written by an engine that had no ledger
                 with suppress(OSError):
@@ -245,48 +257,61 @@ class Folder(Ledger):
                         yield _name(str(path)), status.st_size, status.st_mtime_ns
 
     @contextmanager
-    def _transaction(self) -> Iterator[sqlite3.Connection]:
-        with self._lock:
+    def _transaction(self, patience: float | None = None) -> Iterator[sqlite3.Connection]:
+        patience = self._patience if patience is None else patience
+        until = time.monotonic() + patience
+        # Of threads that wait for one engine, the last waits no longer than the first.
+        if not self._lock.acquire(timeout=patience):
+            raise TimeoutError(errno.ETIMEDOUT, "another thread has the ledger of the tier")
+        try:
+            database = self._connected(max(0.0, until - time.monotonic()))
+            database.execute("BEGIN IMMEDIATE")
+            with self._waiting:
+                uses, self._uses = self._uses, {}
             try:
-                database = self._connected()
-                database.execute("BEGIN IMMEDIATE")
-                try:
-                    self._settle(database)
-                    yield database
-                    self.held = _held(database)
-                    database.execute("COMMIT")
-                except BaseException:
-                    with suppress(sqlite3.Error):
-                        database.execute("ROLLBACK")
-                    raise
-            except sqlite3.Error as error:
-                if not isinstance(error, sqlite3.OperationalError):
-                    self._begin_anew()
-                raise OSError(
-                    errno.EIO, f"the ledger of the tier cannot be used ({error})"
-                ) from error
+                self._settle(database, uses)
+                yield database
+                self.held = _held(database)
+                database.execute("COMMIT")
+            except BaseException:
+                with self._waiting:
+                    self._uses = uses | self._uses
+                with suppress(sqlite3.Error):
+                    database.execute("ROLLBACK")
+                raise
+        except sqlite3.Error as error:
+            if not isinstance(error, sqlite3.OperationalError):
+                self._begin_anew(max(0.0, until - time.monotonic()))
+            raise OSError(errno.EIO, f"the ledger of the tier cannot be used ({error})") from error
+        finally:
+            self._lock.release()
 
-    def _connected(self) -> sqlite3.Connection:
+    def _connected(self, patience: float) -> sqlite3.Connection:
         """Return the database; the folder may have been removed, the database by another engine."""
         path = ledger_of(self.root)
         with suppress(FileNotFoundError):
             status = path.lstat()
             if self._database is not None and self._file == (status.st_dev, status.st_ino):
+                self._database.execute(f"PRAGMA busy_timeout={int(patience * 1000)}")
                 return self._database
         if self._database is not None:
             self._database.close()
             self._database = None
         own_folder(path.parent)
         database = sqlite3.connect(
-            path, timeout=self._patience, isolation_level=None, check_same_thread=False
+            path, timeout=patience, isolation_level=None, check_same_thread=False
         )
-        # Not synchronous: it holds for killed engines. After a power failure it is made anew.
-        database.execute("PRAGMA synchronous=OFF")
-        database.execute("PRAGMA journal_mode=PERSIST")
-        database.execute("BEGIN IMMEDIATE")
-        for statement in _TABLES:
-            database.execute(statement)
-        database.execute("COMMIT")
+        try:
+            # Not synchronous: it holds for killed engines. After a power failure it is made anew.
+            database.execute("PRAGMA synchronous=OFF")
+            database.execute("PRAGMA journal_mode=PERSIST")
+            database.execute("BEGIN IMMEDIATE")
+            for statement in _TABLES:
+                database.execute(statement)
+            database.execute("COMMIT")
+        except BaseException:
+            database.close()  # and does not keep its lock until it is collected
+            raise
         status = path.lstat()
         known, self._file = self._file, (status.st_dev, status.st_ino)
         self._database = database
@@ -294,9 +319,9 @@ class Folder(Ledger):
             self.begin()
         return database
 
-    def _begin_anew(self) -> None:
+    def _begin_anew(self, patience: float) -> None:
         path = ledger_of(self.root)
-        with suppress(OSError), private.alone(path.parent, private.within(self._patience)):
+        with suppress(OSError), private.alone(path.parent, private.within(patience)):
             status = path.lstat()
             if self._database is None or self._file == (status.st_dev, status.st_ino):
                 log.warning("kvpatch: the ledger %s is damaged, and is made anew", path)

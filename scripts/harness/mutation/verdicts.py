@@ -102,7 +102,7 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "Folder._remove_oldest: oldest.fetchall() -> list(oldest.fetchall())[:1]": (
             "the others are removed one by one"
         ),
-        "Folder.settle: self._uses and self.kept -> ((self.kept))": "nothing is written",
+        "module: 16 -> (16 + 1)": "a number of files that was chosen",
         "Folder.adopt: == -> != #2": "files are adopted one by one",
         "Folder.adopt: 1 -> (1 + 1)": "it is only asked whether it is 0",
         "Folder._connected: self._database.close() -> pass": "it is closed when it is deleted",
