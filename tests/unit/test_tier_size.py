@@ -76,7 +76,7 @@ def test_the_oldest_by_their_last_use_go_first(tmp_path):
     removed = []
     folder = of(tmp_path, 3, removed=removed.append)
     store(folder, 1, 2, 3)
-    assert not hasattr(folder, "adopting")  # it has made the ledger itself
+    assert folder.adopting is None  # it has made the ledger itself
     load(folder, 1)
     store(folder, 4)
     assert kept(tmp_path) == [1, 3, 4]
@@ -283,6 +283,43 @@ def test_what_is_being_written_is_taken_off_the_free_space(tmp_path, an_empty_di
     with pytest.raises(Full):
         folder.reserve(path(tmp_path, 2), (1 << 19) + 1)
     folder.reserve(path(tmp_path, 3), 1 << 19)
+
+
+def test_what_is_over_a_lowered_size_is_removed_in_steps_by_one_thread(tmp_path, monkeypatch):
+    files = 5 * capacity._AT_ONCE
+    store(of(tmp_path, files), *range(files))
+    folder = of(tmp_path, 3)
+    with monkeypatch.context() as unfinished:
+        unfinished.setattr(Folder, "adopt", lambda folder: None)
+        for left in (files - capacity._AT_ONCE, files - 2 * capacity._AT_ONCE):
+            with pytest.raises(Full):
+                store(folder, files)
+            folder.adopting.join()
+            assert len(kept(tmp_path)) == left
+            assert known(tmp_path) == (left * FILE, left * FILE)
+        folder.adopting = running = threading.current_thread()
+        with pytest.raises(Full):
+            store(folder, files)
+        assert folder.adopting is running
+        folder.adopting = None
+    with pytest.raises(Full):
+        folder.reserve(path(tmp_path, files), FILE // 2)
+    folder.adopting.join()
+    assert kept(tmp_path) == list(range(files - 3, files))
+    store(folder, files)
+    assert kept(tmp_path) == list(range(files - 2, files + 1))
+
+
+def test_a_large_block_gets_the_room_of_many_small_ones(tmp_path):
+    files = 3 * capacity._AT_ONCE
+    store(of(tmp_path, files), *range(files))
+    folder = of(tmp_path, files - 1)
+    with pytest.raises(Full):  # its own size and no more at once
+        folder.reserve(path(tmp_path, files), capacity._AT_ONCE * FILE)
+    folder.adopting.join()
+    assert kept(tmp_path) == list(range(capacity._AT_ONCE, files))
+    folder.reserve(path(tmp_path, files), (files - 2) * FILE)
+    assert kept(tmp_path) == [files - 1]
 
 
 def test_a_reader_of_a_removed_file_has_all_of_it(tmp_path):

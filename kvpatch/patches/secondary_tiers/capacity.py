@@ -91,6 +91,7 @@ class Folder(Ledger):
         self._uses: dict[str, int | None] = {}
         self._database: sqlite3.Connection | None = None
         self._file = (0, 0)
+        self.adopting: threading.Thread | None = None
 
     @property
     def kept(self) -> bool:
@@ -121,8 +122,10 @@ class Folder(Ledger):
     def _make_room(self, database: sqlite3.Connection, size: int, now: int) -> bool:
         """Remove the oldest files until there is room for ``size`` bytes; return whether there is.
 
-        Some file systems give room back late. So below the floor twice the size of what is stored
-        is removed and not all that lacks, and below half of it nothing is stored.
+        Others need the ledger meanwhile. So of what was over before, as after the size was lowered,
+        a thread removes the rest. Some file systems give room back late. So below the floor twice
+        the size of what is stored is removed and not all that lacks, and below half of it nothing
+        is stored.
         """
         [(coming,)] = database.execute(
             "SELECT coalesce(sum(size), 0) FROM files WHERE used > ?", (now,)
@@ -131,11 +134,16 @@ class Folder(Ledger):
         floor = min(FLOOR_BYTES, int(disk.f_blocks * disk.f_frsize * FLOOR_PART))
         free = disk.f_bavail * disk.f_frsize - coming - size
         over = max(_held(database) + size - self.limit, min(floor - free, 2 * size))
-        while over > 0:
-            freed = self._remove_oldest(database, over, now)
-            if not freed:
+        freed = 0
+        while freed < over:
+            if freed >= size:
+                if self.adopting is None or not self.adopting.is_alive():
+                    self.begin()
                 return False
-            over -= freed
+            removed = self._remove_oldest(database, over - freed, now)
+            if not removed:
+                return False
+            freed += removed
         return bool(free >= floor // 2)
 
     def _remove_oldest(self, database: sqlite3.Connection, over: int, now: int) -> int:
@@ -202,7 +210,7 @@ class Folder(Ledger):
                     _note(database, name, (self.root / name).lstat().st_size, used)
 
     def begin(self) -> None:
-        """Adopt what is there, on a thread."""
+        """Adopt what is there, and remove what is over the size, on a thread."""
 
         def adopt() -> None:
             with Fuse(f"the size of {self.root}, as to older files"):

@@ -99,9 +99,6 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "module: 32 -> (32 + 1)": "a number of files that was chosen",
         "Folder._reserved: 0 -> (0 + 1)": "there is no room in one byte either",
         "Folder._reserved: 1e9 -> (1000000000.0 + 1)": "an hour and 3.6 ms",
-        "Folder._remove_oldest: oldest.fetchall() -> list(oldest.fetchall())[:1]": (
-            "the others are removed one by one"
-        ),
         "module: 16 -> (16 + 1)": "a number of files that was chosen",
         "Folder.adopt: == -> != #2": "files are adopted one by one",
         "Folder.adopt: 1 -> (1 + 1)": "it is only asked whether it is 0",
