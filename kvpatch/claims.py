@@ -17,7 +17,7 @@ import hashlib
 import os
 import weakref
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,8 @@ from kvpatch import private, state
 from kvpatch.refusal import Refusal
 
 BASE = Path("/dev/shm")  # vLLM's and kvcached's too; neither of them has a setting for it
-# Seconds for the lock of the folder. Who has it removes what killed engines left, as the memory of
-# a large tier; a process that is stopped meanwhile has it for as long as it is.
+# Seconds for the lock of the folder. Who has it makes a few calls; a process that is stopped
+# meanwhile has it for as long as it is.
 TO_TAKE, TO_LOOK = 60.0, 2.0
 
 
@@ -151,8 +151,9 @@ def take(kind: str, name: str) -> Claim:
     """
     home = folder()
     private.make_folder(home)
-    with private.alone(home, private.within(TO_TAKE)):
-        _remove_dropped(home)
+    # The memory of a large tier takes minutes to free, which other engines do not wait for.
+    with ExitStack() as memory, private.alone(home, private.within(TO_TAKE)):
+        _remove_dropped(home, memory)
         path = home / _file_name(kind, name)
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:
@@ -201,15 +202,18 @@ def _file_name(kind: str, name: str) -> str:
     return f"{kind}-{plain[:64]}-{hashlib.sha256(name.encode()).hexdigest()[:16]}"
 
 
-def _remove_dropped(home: Path) -> None:
-    """Remove the claims of engines that are gone, and the files that they covered."""
+def _remove_dropped(home: Path, memory: ExitStack) -> None:
+    """Remove the claims of engines that are gone, and the files that they covered.
+
+    The memory of the files is freed with ``memory``.
+    """
     for path in home.iterdir():
         with suppress(OSError):
             file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 path.unlink()
-                _remove_left(_read(file)[2])
+                _remove_left(_read(file)[2], memory)
             finally:
                 os.close(file)
 
@@ -217,7 +221,8 @@ def _remove_dropped(home: Path) -> None:
 def _release(path: Path, file: int, pid: int) -> None:
     if os.getpid() != pid:
         return
-    _remove_left(_read(file)[2])
+    with ExitStack() as memory:
+        _remove_left(_read(file)[2], memory)
     # The folder may have been removed by hand. Who starts next removes what stays.
     with suppress(OSError), private.alone(path.parent, private.within(TO_LOOK)):
         path.unlink(missing_ok=True)
@@ -225,11 +230,13 @@ def _release(path: Path, file: int, pid: int) -> None:
     os.close(file)
 
 
-def _remove_left(names: Iterable[str]) -> None:
+def _remove_left(names: Iterable[str], memory: ExitStack) -> None:
     for name in names:
         path = BASE / name
         with suppress(OSError):  # who ended orderly has removed it
             if path.parent == BASE and path.lstat().st_uid == os.geteuid():
+                with suppress(OSError):  # with too many open files it is freed here
+                    memory.callback(os.close, os.open(path, os.O_PATH | os.O_NOFOLLOW))
                 path.unlink()
 
 

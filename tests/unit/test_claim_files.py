@@ -4,7 +4,7 @@ import errno
 import fcntl
 import os
 import signal
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -77,6 +77,44 @@ def test_all_files_of_all_killed_engines_go_with_the_next_start(shm):
     claims.take("pool", "next").release()
     assert [name for name in names if (shm / name).exists()] == []
     assert list(claims.folder().iterdir()) == []
+
+
+@pytest.mark.parametrize("many_files_open", [False, True])
+def test_the_memory_of_killed_engines_is_freed_after_the_lock(shm, monkeypatch, many_files_open):
+    (shm / "tier").touch()
+    killed(gone=["tier"])
+    alone, left, before = private.alone, [], opened()
+
+    @contextmanager
+    def watched(home, lock):
+        with alone(home, lock):
+            yield
+        left.append(((shm / "tier").exists(), held_open("tier")))
+
+    def open_few(path, flags, *more):
+        if flags & os.O_PATH:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return os_open(path, flags, *more)
+
+    monkeypatch.setattr(private, "alone", watched)
+    os_open = os.open
+    with monkeypatch.context() as limited:
+        if many_files_open:
+            limited.setattr(os, "open", open_few)
+        claim = claims.take("pool", "next")
+    assert left == [(False, 0 if many_files_open else 1)]
+    assert held_open("tier") == 0
+    claim.release()
+    assert opened() == before
+
+
+def held_open(name):
+    """How many open files of this process had the name and have none."""
+    found = 0
+    for file in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # that of the list itself
+            found += str(file.readlink()).endswith(f"/{name} (deleted)")
+    return found
 
 
 def test_what_is_covered_later_is_covered_too(shm):
