@@ -575,6 +575,27 @@ def test_what_waits_in_the_queue_makes_no_tier_late():
     assert started == [True] * 3
 
 
+def test_a_slow_disk_that_answers_lookups_is_not_late(on_disk, monkeypatch):
+    from vllm.v1.kv_offload.tiering.fs.manager import FsAsyncLookupManager
+
+    one, now, late = on_disk(1, 300), [0.0], []
+    unanswered = one.tier._lookup_manager._unanswered = Unanswered(10, lambda: now[0])
+    batch_lookup = FsAsyncLookupManager.batch_lookup
+
+    def slow(self, keys, context):
+        now[0] += 0.05 * len(keys)
+        late.append(unanswered.late)
+        return batch_lookup(self, keys, context)
+
+    monkeypatch.setattr(FsAsyncLookupManager, "batch_lookup", slow)
+    numbers = range(1, 302)
+    found = one.tier._lookup_manager.batch_lookup([one.key(n) for n in numbers], one.request())
+    assert [number for number, there in zip(numbers, found, strict=True) if there] == [1, 300]
+    assert late == [False] * 3
+    now[0] += 11
+    assert not unanswered.late
+
+
 def test_what_a_disk_took_and_gave_is_counted(on_disk):
     one = on_disk(1, 2, 3)
     one.store(3)  # which has a file

@@ -39,6 +39,7 @@ from kvpatch.telemetry.disk import Disk
 from kvpatch.upstream.vllm_api import lookup_results
 
 _PROBE = "probe"
+_AT_ONCE = 128  # blocks that are looked up before the disk counts as having responded
 _MISS, _ = lookup_results()
 
 
@@ -53,9 +54,11 @@ class PatientLookups(FsAsyncLookupManager):  # type: ignore[misc]
 
     def batch_lookup(self, keys: list[Any], req_context: Any) -> Iterable[bool]:
         """Return which blocks have files; runs on the tier's own thread."""
-        self._unanswered.asked(_PROBE)
+        found: list[bool] = []
         try:
-            found = list(super().batch_lookup(keys, req_context))
+            for start in range(0, len(keys), _AT_ONCE):
+                self._unanswered.asked(_PROBE)
+                found += super().batch_lookup(keys[start : start + _AT_ONCE], req_context)
             with noted_in(self._folder):  # they are about to be read
                 for key in compress(keys, found):
                     self._folder.use(self._tier.file_mapper.get_file_name(key))

@@ -2,7 +2,7 @@
 
 vLLM polls an unresponsive tier in every step, and the request waits for as long as the disk
 does not respond. A call is pending from its start on a thread of the tier, and again from every
-block that it has read or written: a disk with a long queue responds.
+block that it has read or written, or some that it has looked up: a disk with a long queue responds.
 """
 
 from __future__ import annotations
