@@ -440,6 +440,9 @@ def test_a_store_waits_for_other_threads_and_engines_together(tmp_path):
     folder.reserve(path(tmp_path, 1), FILE)
     [(waits,)] = folder._database.execute("PRAGMA busy_timeout")
     assert 0 < waits <= 500
+    folder.use(path(tmp_path, 1))
+    folder.settle()
+    assert folder._database.execute("PRAGMA busy_timeout").fetchone() == (0,)
     with folder._lock, pytest.raises(TimeoutError, match="another thread has the ledger"):
         folder.reserve(path(tmp_path, 2), FILE)
 

@@ -33,7 +33,7 @@ from kvpatch.telemetry.fuse import Fuse
 FLOOR_BYTES, FLOOR_PART = 4 << 30, 0.05
 _AT_ONCE = 32  # files that are chosen, removed and adopted with one statement
 # Files of which a use waits for the ledger. Beyond, the oldest use is dropped: its file goes early.
-_WAITING = 1 << 16
+_WAITING = 65_536
 _TABLES = (
     "CREATE TABLE IF NOT EXISTS files"
     " (id INTEGER PRIMARY KEY, path TEXT UNIQUE, size INTEGER, used INTEGER)",
@@ -289,7 +289,7 @@ class Folder(Ledger):
                 raise
         except sqlite3.Error as error:
             if not isinstance(error, sqlite3.OperationalError):
-                self._begin_anew(max(0.0, until - time.monotonic()))
+                self._begin_anew()
             raise OSError(errno.EIO, f"the ledger of the tier cannot be used ({error})") from error
         finally:
             self._lock.release()
@@ -327,9 +327,10 @@ class Folder(Ledger):
             self.begin()
         return database
 
-    def _begin_anew(self, patience: float) -> None:
+    def _begin_anew(self) -> None:
         path = ledger_of(self.root)
-        with suppress(OSError), private.alone(path.parent, private.within(patience)):
+        # Who has the lock makes it anew.
+        with suppress(OSError), private.alone(path.parent, private.within(0.0)):
             status = path.lstat()
             if self._database is None or self._file == (status.st_dev, status.st_ino):
                 log.warning("kvpatch: the ledger %s is damaged, and is made anew", path)
