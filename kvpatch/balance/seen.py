@@ -163,4 +163,4 @@ def unheard(known: Iterable[str]) -> dict[str, str]:
 
 
 def _engines() -> list[reader.Seen]:
-    return [seen for seen in reader.living() if seen.page and seen.page.content.get("engine")]
+    return [seen for seen in reader.alive() if seen.page and seen.page.content.get("engine")]

@@ -74,16 +74,16 @@ class Seen(NamedTuple):
 
 def all_of(everyone: bool) -> list[Seen]:
     """Return every process that publishes on this machine, or also those that only root reads."""
-    seen = list(_in_folder(page.folder_of(os.getuid()), os.getuid()))
+    seen = list(_all_in(page.folder_of(os.getuid()), os.getuid()))
     if everyone:
         for folder in sorted(page.base().glob("kvpatch-status-*")):
             match = _FOLDER.fullmatch(folder.name)
             if match and int(match[1]) != os.getuid():
-                seen += _in_folder(folder, int(match[1]))
+                seen += _all_in(folder, int(match[1]))
     return seen
 
 
-def living() -> list[Seen]:
+def alive() -> list[Seen]:
     """Return this user's processes that publish and run here; the pages of others are not read."""
     ended = (*OVER, State.FOREIGN)
     found = [look(path) for path in _own() if _is_here(path.name)]
@@ -101,7 +101,7 @@ def _own() -> list[Path]:
     return [folder / name for name in names]
 
 
-def _in_folder(folder: Path, uid: int) -> Iterator[Seen]:
+def _all_in(folder: Path, uid: int) -> Iterator[Seen]:
     try:
         page.checked(folder, uid)
         if not os.access(folder, os.R_OK | os.X_OK):

@@ -351,7 +351,7 @@ def test_what_came_from_a_disk_is_found_once(pair, monkeypatch):
     """It is of the tier's hits, which are counted without their source too."""
     content = {"engine": {"pool": "chat", "hits": {"device": 1000, "tier": 700, "disk": 600}}}
     page = SimpleNamespace(pid=os.getpid(), state=State.RUNS, page=SimpleNamespace(content=content))
-    monkeypatch.setattr(seen.reader, "living", lambda: [page])
+    monkeypatch.setattr(seen.reader, "alive", lambda: [page])
     assert seen.found_tokens() == {"chat": 1700}
 
 

@@ -300,7 +300,7 @@ def test_what_follows_engines_reads_no_page_of_a_process_that_ended(read):
     read.clear()
     (found,) = reader.engines_of((os.getpid(),))
     assert found.pid == os.getpid()
-    assert [seen.pid for seen in reader.living()] == [os.getpid()]
+    assert [seen.pid for seen in reader.alive()] == [os.getpid()]
     assert read == [f"{os.getpid()}.page"] * 2
 
 
@@ -316,7 +316,7 @@ def test_a_page_whose_name_was_removed_is_made_again(left):
     own = publisher._publisher
     with own._lock:
         own._try_to_write()
-    (seen,) = reader.living()
+    (seen,) = reader.alive()
     assert seen.page.content["engine"]["pool"] == "chat"
     path = own._writer.path
     with own._lock:
