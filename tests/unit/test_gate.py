@@ -1,7 +1,8 @@
 """Versions, switches and targets: what each gate lets through, and its sentence."""
 
+import inspect
 import sys
-from functools import partial
+from functools import partial, wraps
 
 import pytest
 from fakes import distribution, module, raising
@@ -215,6 +216,7 @@ def test_releases_in_a_sentence(say, releases, words):
     [
         *({"KVPATCH": value} for value in ("1", "true", "ON", " 1 ", "", "0")),
         *({"KVPATCH": "1", "ENABLE_KVCACHED": value} for value in ("", "1", "true", "TRUE")),
+        {"KVPATCH": "1", "KVPATCH_HOST_POOL": ""},
     ],
     ids=str,
 )
@@ -314,6 +316,40 @@ def test_a_signature_is_the_functions_own(patch, path, names):
     assert list(gate.imported(f"target_module:Target.{path}")()) == names
 
 
+def without_any():
+    for local in ():
+        assert local
+
+
+def every_kind(one, two=2, *many, three, **named):
+    for local in many:
+        assert local
+
+
+def wrapped():
+    @wraps(every_kind)
+    def around(*args): ...
+
+    return around
+
+
+class Callable:
+    __slots__ = ()
+
+    def __call__(self, one): ...
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        *(without_any, every_kind, wrapped(), Callable()),
+        *(lambda *many: many, lambda one, **named: named, lambda one, *, two: one),
+    ],
+)
+def test_parameters_are_those_of_inspect(function):
+    assert sorted(gate._parameters(function)) == sorted(inspect.signature(function).parameters)
+
+
 def feature(*seams, **fields):
     return Feature("f", "s", seams, **{"since": "0.16"} | fields)
 
@@ -351,6 +387,44 @@ def test_an_optional_feature_that_does_not_fit_a_validated_release_stops_vllm(ou
             assert refused is None
         else:
             assert refused.code == "KVP201"
+
+
+@pytest.mark.parametrize(("code", "lifts"), [("KVP106", True), ("KVP107", True), ("KVP310", False)])
+def test_a_verdict_lifts_the_refusals_of_a_release(code, lifts):
+    assert gate.applies(feature(), found(NOT_VALIDATED), {}, {code}) is lifts
+    refused = gate.check_installed("vllm", [found(NOT_VALIDATED)], {}, {code})
+    assert (refused is None) is (code == "KVP107")
+
+
+def test_the_outcome_of_a_patch_by_its_range(patch):
+    one, row = feature(since="0.28"), patch("Target.method", since="0.27", before="0.30")
+    for vllm, verdict in (
+        ("0.26.0", gate.Verdict(Outcome.NOT_NEEDED, f"its range is {row.span}")),
+        ("0.27.0", gate.Verdict(Outcome.OUTSIDE, "vllm 0.27.0 is not validated")),
+        ("0.28.0", gate.PASSED),
+        ("0.30.0", gate.Verdict(Outcome.NOT_NEEDED, f"its range is {row.span}")),
+    ):
+        assert gate.by_range(one, row, vllm) == verdict
+
+
+@pytest.mark.parametrize("field", ["wanted", "requires", "prepare", "rules"])
+@pytest.mark.parametrize(
+    ("named", "lacking"), [("kvpatch.gone:x", "No module named"), ("kvpatch.gate:gone", "gone")]
+)
+def test_what_a_feature_names_and_is_not_there(field, named, lacking):
+    assert lacking in gate.unresolved(feature(**{field: named}), Version("0.28.0"))
+    there = dict.fromkeys(("wanted", "requires", "prepare", "rules"), "kvpatch.gate:load")
+    assert gate.unresolved(feature(**there), Version("0.28.0")) == ""
+
+
+def test_a_wrapper_and_a_part_that_are_not_there(patch):
+    there = patch("Target.static")._replace(wrapper="kvpatch.gate:gone")  # asked when it applies
+    gone = patch("Target.method")._replace(wrapper="kvpatch.gone:x")
+    here = Version("0.28.0")
+    assert gate.unresolved(feature(there), here) == ""
+    assert gate.unresolved(feature(there, gone), here) == "there is no kvpatch.gone"
+    later = Seam((patch("Target.method", since="0.29"),))
+    assert "has no patch for vLLM 0.28.0" in gate.unresolved(feature(later), here)
 
 
 def test_a_feature_of_later_releases_is_off_on_one_that_is_named():
