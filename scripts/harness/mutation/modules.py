@@ -52,7 +52,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     f"{FEATURES}/secondary_tiers/capacity.py": ("test_tier_size.py",),
     f"{FEATURES}/secondary_tiers/shared_memory.py": (),
     f"{FEATURES}/secondary_tiers/parts.py": (),
-    f"{FEATURES}/elastic_memory/ipc_name.py": ("test_ipc_name.py",),
+    f"{FEATURES}/elastic_memory/ipc_name.py": ("test_ipc_name.py", "test_data_parallel.py"),
     f"{FEATURES}/elastic_memory/ranks.py": (),
     f"{FEATURES}/elastic_memory/allocation.py": (),
     f"{FEATURES}/elastic_memory/reservation.py": (),
