@@ -7,7 +7,18 @@ import types
 import pytest
 from packaging.version import Version
 
-from kvpatch.patch import Feature, Gap, Kind, Patch, Seam, Transaction, apply, argument, load
+from kvpatch.patch import (
+    Feature,
+    Gap,
+    Kind,
+    Patch,
+    Seam,
+    Transaction,
+    apply,
+    argument,
+    load,
+    topmost,
+)
 from kvpatch.versions import Span
 
 
@@ -175,6 +186,33 @@ def test_the_same_patch_twice_is_an_error_and_leaves_the_first(world):
         transaction.apply_all((patch("Thing.method"), patch("function")))
     assert world.function() == "loud function"
     assert world.Thing().method() == "method"
+    with pytest.raises(ValueError, match=r"Thing\.method is in force already"):
+        transaction.apply_all((patch("Thing.method"), patch("Thing.method")))
+    assert world.Thing().method() == "method"
+
+
+def test_a_patch_stands_while_its_target_leads_to_it(world, monkeypatch):
+    applied = apply(patch("Thing.method"))
+    assert applied.stands()
+    with monkeypatch.context() as changed:
+        changed.delattr(world, "Thing")
+        assert not applied.stands()
+    with monkeypatch.context() as changed:
+        changed.delitem(sys.modules, "world")
+        assert not applied.stands()
+    assert applied.stands()
+
+
+def test_patches_of_other_objects_are_none_of_its_business(world):
+    transaction = Transaction()
+    targets = ("Thing.inherited", "Base.inherited", "Thing.method", "Thing.static")
+    transaction.apply_all(map(patch, targets))
+    assert topmost(transaction.applied) == transaction.applied
+    kept = [vars(world.Base)["inherited"], vars(world.Thing)["static"]]
+    assert transaction.revert("Thing.inherited") is True
+    assert transaction.revert("Thing.method") is True
+    assert vars(world.Base)["inherited"] is kept[0]
+    assert vars(world.Thing)["static"] is kept[1]
 
 
 def test_what_others_patched_over_is_reported_and_left_alone(world):
@@ -203,19 +241,21 @@ def test_a_patch_under_others_is_reverted_and_they_stay(world):
     ids = ("lowest", "middle", "top")
     transaction.apply_all(patch("Thing.method")._replace(id=name) for name in ids)
     assert world.Thing().method() == "loud loud loud method"
-    assert transaction.revert("middle") is True
-    assert world.Thing().method() == "loud loud method"
     assert transaction.revert("lowest") is True
+    assert world.Thing().method() == "loud loud method"
+    assert topmost(transaction.applied) == transaction.applied[1:]
+    assert transaction.revert("middle") is True
     assert world.Thing().method() == "loud method"
     assert [applied.patch.id for applied in transaction.applied] == ["top"]
     assert transaction.revert("top") is True
     assert dict(vars(world.Thing)) == dict(before)
 
 
-@pytest.mark.parametrize("place", [1, 2], ids=["between", "above"])
+@pytest.mark.parametrize("place", [1, 2, 3], ids=["under two", "between", "above"])
 def test_a_patch_under_that_of_another_package_stays(world, place):
     transaction = Transaction()
-    patches = [patch("Thing.method")._replace(id=name) for name in ("lowest", "top")]
+    ids = ["lowest", "middle", "top"]
+    patches = [patch("Thing.method")._replace(id=name) for name in ids]
     transaction.apply_all(patches[:place])
     theirs = world.Thing.method
     world.Thing.method = lambda self: f"their {theirs(self)}"
@@ -223,7 +263,7 @@ def test_a_patch_under_that_of_another_package_stays(world, place):
     said = world.Thing().method()
     assert transaction.revert("lowest") is False
     assert world.Thing().method() == said
-    assert [applied.patch.id for applied in transaction.applied] == ["lowest", "top"]
+    assert [applied.patch.id for applied in transaction.applied] == ids
 
 
 def test_reverting_what_is_not_in_force(world):
