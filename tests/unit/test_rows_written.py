@@ -32,6 +32,18 @@ def test_names_of_the_signature_stand_behind_the_wrapper():
         assert (row.wrapper, row.parameters) == (f"{HOME}.code:around_f", names)
 
 
+def test_a_feature_has_the_name_of_its_home_unless_it_says_another():
+    for home, name in (("kvpatch.patches.two_words", "two-words"), (f"{HOME}.of", "one-of")):
+        assert feature(home, since="0.16", summary="works", seams=()).name == name
+    assert written().name == "one"
+    assert feature(HOME, since="0.16", summary="works", seams=(), name="other").name == "other"
+
+
+def test_a_seam_of_one_part_is_a_seam():
+    (one,) = written(seam(Row("one.a", "m:f", "code:f", *FAULT))).seams
+    assert isinstance(one, Seam)
+
+
 def test_what_a_feature_names_is_in_its_package_or_written_whole():
     one = written(
         Row("one.a", "m:f", "kvpatch.hostdevice.adapt:f", *FAULT),

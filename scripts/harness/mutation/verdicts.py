@@ -12,6 +12,9 @@ EQUIVALENT: dict[str, dict[str, str]] = {
     "kvpatch/patch.py": {
         "Feature.at: parts -> list(parts)[:1] #2": "there is exactly one, or it was refused above",
     },
+    "kvpatch/rows.py": {
+        "feature: alone and isinstance(first, Patch) -> ((alone))": "a row alone is a patch",
+    },
     "kvpatch/claims.py": {
         "Taken.__init__: super().__init__(pid) -> pass": "its arguments are kept in any case",
         "_release: True -> False": "that error is suppressed",
