@@ -108,6 +108,7 @@ def test_what_is_used_together_is_noted_together(tmp_path):
     store(folder, 1, 2, 3)
     for number in (1, 2):
         folder.use(path(tmp_path, number))
+    folder.lost(path(tmp_path, 3))  # which is there all the same
     folder.settle()
     store(folder, 4)
     assert kept(tmp_path) == [1, 2, 4]
@@ -129,15 +130,16 @@ def test_a_file_that_someone_removed_is_written_and_noted_again(tmp_path):
 
 
 def test_a_file_that_cannot_be_removed_is_an_error_and_changes_nothing(tmp_path, monkeypatch):
-    folder = of(tmp_path, 1)
-    store(folder, 1)
+    folder = of(tmp_path, 2)
+    store(folder, 1, 2)
+    folder.use(path(tmp_path, 1))
     with monkeypatch.context() as broken:
         broken.setattr(Folder, "_remove", raising(PermissionError))
         with pytest.raises(PermissionError):
-            store(folder, 2)
-    assert known(tmp_path) == (FILE, FILE)
-    store(folder, 2)
-    assert kept(tmp_path) == [2]
+            store(folder, 3)
+    assert known(tmp_path) == (2 * FILE, 2 * FILE)
+    store(folder, 3)
+    assert kept(tmp_path) == [1, 3]
 
 
 def test_an_engine_without_a_size_keeps_the_ledger_of_others(tmp_path):
@@ -198,6 +200,8 @@ def test_an_adoption_that_ended_early_is_begun_again(tmp_path, monkeypatch):
         broken.setattr(Folder, "_adopt", lambda folder, found: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             of(tmp_path, 9).adopt()
+    found = [*of(tmp_path, 9)._files(), (f"{LAYOUT}/000/00_g0/gone.bin", FILE, 1)]
+    monkeypatch.setattr(Folder, "_files", lambda folder: iter(found))
     of(tmp_path, 9).adopt()
     assert known(tmp_path) == (2 * FILE, 2 * FILE)
 
@@ -301,7 +305,7 @@ def test_what_is_over_a_lowered_size_is_removed_in_steps_by_one_thread(tmp_path,
         with pytest.raises(Full):
             store(folder, files)
         assert folder.adopting is running
-        folder.adopting = None
+        folder.adopting = threading.Thread()  # it is not alive
     with pytest.raises(Full):
         folder.reserve(path(tmp_path, files), FILE // 2)
     folder.adopting.join()

@@ -112,6 +112,15 @@ EQUIVALENT: dict[str, dict[str, str]] = {
             "what it costs, and what a power failure leaves"
         ),
         "Folder._begin_anew: True -> False": "that error is suppressed",
+        'module: ( "CREATE TABLE IF NOT EXISTS files" " (id INTEGER PRIMARY K ... SELECT 1 FROM '
+        'folder)", ) -> ("CREATE TABLE IF NOT EXISTS files" " (id INTEGER PRIMARY KE ...  (SELECT '
+        '1 FROM folder)")': "an index, without which a large folder takes longer",
+        "Folder._files: status.st_uid != os.geteuid() or status.st_mode & 0o077 -> "
+        "((status.st_mode & 0o077))": "what is another user's alone cannot be read",
+        "Folder._connected: self._database is not None and self._file == (status.st_dev, "
+        "status.st_ino) -> ((self._file == (status.st_dev, status.st_ino)))": (
+            "a file that was known and is back after its connection was closed"
+        ),
     },
     f"{FEATURES}/secondary_tiers/shared_memory.py": {
         "around_region: status.st_dev, status.st_ino -> (status.st_ino,)": (
